@@ -1,0 +1,59 @@
+"""What can go wrong, as types that any floor may raise.
+
+    PdserveError
+    ├── InvalidRequest      bad input; names the field
+    ├── UnknownModel        no such model here
+    ├── NoCapacity          refused before anything was spent; may carry when to retry
+    ├── Unavailable         a part of the fleet is missing or leaving
+    ├── ModelError          a model folder that cannot be served
+    ├── ConfigError         settings that contradict each other or the hardware
+    ├── LayoutMismatch      two workers whose KV pages differ
+    └── IntegrityError      an allocator's books do not add up: a bug in pdserve
+"""
+
+from __future__ import annotations
+
+
+class PdserveError(Exception):
+    """Base of every error that pdserve raises on purpose."""
+
+
+class InvalidRequest(PdserveError):
+    """A request that can never succeed. `field` is its path in the API, such as ``sampling.top_p``."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class UnknownModel(PdserveError):
+    """A model name that nobody here serves."""
+
+
+class NoCapacity(PdserveError):
+    """There is no room now. `retry_after` is in seconds; None: unknown."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(PdserveError):
+    """A worker that is needed is gone, leaving or not there yet."""
+
+
+class ModelError(PdserveError):
+    """A model folder that cannot be served; the message names the file and, where it applies, the tensor."""
+
+
+class ConfigError(PdserveError):
+    """Settings that cannot work; the message names them."""
+
+
+class LayoutMismatch(PdserveError):
+    """Two KV layouts that differ; the message holds both."""
+
+
+class IntegrityError(PdserveError):
+    """An allocator's books do not add up."""

@@ -1,0 +1,1 @@
+"""The model side of a worker: configuration, weights, attention, paged KV, sampling."""

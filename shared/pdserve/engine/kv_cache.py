@@ -1,0 +1,56 @@
+"""The paged KV cache: one tensor. Who owns which block is the block pool's business."""
+
+from __future__ import annotations
+
+import torch
+from pdserve.core.errors import ConfigError
+from pdserve.core.layout import KVLayout
+
+
+class KVCache:
+    """K and V of all layers in `data` [num_layers, 2, num_blocks * block_size, num_kv_heads, head_size].
+
+    Slot s is token s % block_size of block s // block_size. Neighbouring blocks are neighbours in memory, so a run of
+    them is a plain view. Starts as zeros (on a CPU, memory is taken as it is first written): attention reads past the
+    end of a sequence in its last block and masks what it finds there, which must not be NaN.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device | str) -> None:
+        if num_blocks < 1:
+            raise ConfigError(
+                f"a KV cache needs 1 block or more, not {num_blocks}; a block takes {layout.block_bytes} bytes"
+            )
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = layout.block_size
+        self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        shape = (layout.num_layers, 2, num_blocks * layout.block_size, layout.num_kv_heads, layout.head_size)
+        self.data = torch.zeros(shape, dtype=self.dtype, device=device)
+        self.device = self.data.device
+
+    @staticmethod
+    def num_blocks_for(memory_bytes: int, layout: KVLayout) -> int:
+        """How many blocks fit."""
+        return memory_bytes // layout.block_bytes
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of one layer's K and V, each [num_slots, num_kv_heads, head_size]."""
+        keys, values = self.data[index].unbind(0)
+        return keys, values
+
+    def append(self, index: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store one layer's K and V, each [n, num_kv_heads, head_size], at int64 slots [n]."""
+        k, v = self.layer(index)
+        k.index_copy_(0, slots, keys)
+        v.index_copy_(0, slots, values)
+
+    def read(
+        self, layer_start: int, layer_count: int, slots: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A contiguous copy [layer_count, 2, n, num_kv_heads, head_size] of int64 slots [n]; into `out` when given."""
+        layers = self.data[layer_start : layer_start + layer_count]
+        return torch.index_select(layers, 2, slots, out=out) if out is not None else layers.index_select(2, slots)
+
+    def write(self, layer_start: int, slots: torch.Tensor, data: torch.Tensor) -> None:
+        """Store `data`, of the shape that `read` returns, from `layer_start` on at int64 slots [n]."""
+        self.data[layer_start : layer_start + data.shape[0]].index_copy_(2, slots, data)

@@ -1,0 +1,61 @@
+"""What an engine tells of its steps: small records that a worker's front gets as they are. No torch in here."""
+
+from __future__ import annotations
+
+import msgspec
+from pdserve.core.sequence import EndReason
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class TokenOut(msgspec.Struct, frozen=True, array_like=True):
+    """One sampled token. `position` counts from the prompt's first token."""
+
+    ticket: str
+    position: int
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    ticket: str
+    reason: EndReason
+    detail: str = ""
+
+
+class ChunkDone(msgspec.Struct, frozen=True, array_like=True):
+    """One prefill chunk of one sequence, for traces. Times are wall-clock nanoseconds."""
+
+    ticket: str
+    start: int
+    end: int
+    tokens: int
+
+
+class PromptDone(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt is computed; its first token is in the same step. Times are in seconds."""
+
+    ticket: str
+    cached_tokens: int
+    blocks_reused: int
+    queued: float
+    compute: float
+
+
+class Load(msgspec.Struct, frozen=True):
+    """The engine's state; fields as in worker.proto's WorkerLoad."""
+
+    free_blocks: int
+    cached_blocks: int
+    owned_blocks: int
+    reserved_blocks: int
+    running: int
+    waiting: int
+    pending_prefill_tokens: int
+    steps: int
+    preemptions: int
+    kv_bytes_sent: int
+    kv_bytes_received: int

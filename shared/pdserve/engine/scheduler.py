@@ -1,0 +1,190 @@
+"""Which sequences hold which pages and compute what next. One engine loop owns it.
+
+Admission is all or nothing and at once: a sequence gets pages for its whole input (and look-ahead) or is refused, so
+nothing in here ever waits for pages while holding some. Only answers grow, block by block; when no block is left for
+one, the lowest in priority, then the youngest, is preempted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+from pdserve.core.blocks import BlockPool
+from pdserve.core.errors import NoCapacity
+from pdserve.core.hashing import extend_hashes, root_hash
+from pdserve.core.layout import KVLayout
+from pdserve.core.sequence import Sequence
+from pdserve.policy.batching import Claim, Work, choose_victim, plan_step
+
+
+class Phase(StrEnum):
+    """Where a sequence is in its life here."""
+
+    RUNNING = "running"  # computes in steps
+    AWAITING_KV = "awaiting_kv"  # its pages are being filled by a prefill worker
+    SENDING_KV = "sending_kv"  # computed; its pages are read by a link until the decode worker took over
+    CLOSING = "closing"  # over; a link still has to let go of its pages
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`watermark_blocks` stay free when a sequence is admitted beside others, so that running answers can grow."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    lookahead_tokens: int
+    watermark_blocks: int
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """`count` tokens of one sequence that this step computes."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this reaches the sequence's last token, so that the next one is sampled."""
+        return self.sequence.num_computed + self.count == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """The block pool and every admitted sequence.
+
+    `copy_block(source, target)` copies one page in all layers; it is used where a whole input is cached and only its
+    last token has to be computed again, for its logits, without writing into a page that others read.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, config: SchedulerConfig, copy_block: Callable[[int, int], None]
+    ) -> None:
+        self.layout, self.config = layout, config
+        self.pool = BlockPool(num_blocks)
+        self.preemptions = 0
+        self._copy_block = copy_block
+        self._sequences: dict[str, Sequence] = {}
+        self._phase: dict[str, Phase] = {}
+        self._running: list[Sequence] = []
+        self._root = lru_cache(maxsize=1024)(lambda salt: root_hash(layout, salt))
+
+    def __contains__(self, ticket: str) -> bool:
+        return ticket in self._sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def get(self, ticket: str) -> tuple[Sequence, Phase] | None:
+        sequence = self._sequences.get(ticket)
+        return None if sequence is None else (sequence, self._phase[ticket])
+
+    @property
+    def running(self) -> list[Sequence]:
+        return self._running
+
+    def admit(self, sequence: Sequence, *, awaits_kv: bool, grows: bool) -> None:
+        """Give a sequence its pages and take it in. Raises NoCapacity, and changes nothing, where it does not fit.
+
+        Leading blocks that are cached are shared; `sequence.num_cached` says how many tokens they hold. `awaits_kv`:
+        its KV comes over a link, so a hit may cover all of the input. `grows`: an answer will be computed here, so
+        pages for the look-ahead are taken too.
+        """
+        if len(self) >= self.config.max_num_seqs:
+            raise NoCapacity(f"{len(self)} sequences are here already, max_num_seqs is {self.config.max_num_seqs}")
+        given, size = sequence.num_given, self.layout.block_size
+        last = sequence.spec.prompt_len + sequence.spec.params.max_tokens if grows else given
+        wanted = min(given + self.config.lookahead_tokens, last, self.config.max_model_len) if grows else given
+        hits: list[int] = []
+        if self.config.prefix_caching:
+            extend_hashes(sequence.hashes, self._root(sequence.spec.cache_salt), sequence.tokens, size)
+            hits = self.pool.match(sequence.hashes)
+        # All of the input is cached, but its last token's logits are needed: that one page becomes a copy.
+        copied = hits.pop() if hits and not awaits_kv and len(hits) * size == given else None
+        pinned = [*hits, copied] if copied is not None else hits
+        fresh = self.layout.blocks_for(wanted) - len(hits)
+        margin = self.config.watermark_blocks if self._sequences else 0
+        if fresh + margin > self.pool.available_after(pinned):
+            raise NoCapacity(
+                f"{fresh} KV blocks wanted beside {len(hits)} cached ones and {margin} kept free, "
+                f"{self.pool.available_after(pinned)} of {self.pool.num_blocks} available"
+            )
+        self.pool.acquire(pinned)
+        sequence.block_table = hits + self.pool.allocate(fresh)
+        sequence.num_cached = sequence.num_computed = len(hits) * size
+        sequence.num_published = len(hits)
+        if copied is not None:
+            self._copy_block(copied, sequence.block_table[len(hits)])
+            self.pool.release([copied])
+            sequence.num_cached = sequence.num_computed = given - 1
+        self._sequences[sequence.id] = sequence
+        self.set_phase(sequence, Phase.AWAITING_KV if awaits_kv else Phase.RUNNING)
+
+    def set_phase(self, sequence: Sequence, phase: Phase) -> None:
+        before = self._phase.get(sequence.id)
+        self._phase[sequence.id] = phase
+        if phase is Phase.RUNNING and before is not Phase.RUNNING:
+            self._running.append(sequence)
+        elif before is Phase.RUNNING and phase is not Phase.RUNNING:
+            self._running.remove(sequence)
+
+    def schedule(self) -> tuple[list[Scheduled], list[Sequence]]:
+        """The next step's batch, and the sequences that were preempted to make room for it (released already)."""
+        preempted: list[Sequence] = []
+        for sequence in list(self._running):
+            if sequence.id in self._sequences:
+                preempted += self._grow(sequence)
+        work = [Work(sequence.pending, sequence.in_prefill) for sequence in self._running]
+        counts = plan_step(work, self.config.max_num_batched_tokens)
+        batch = [Scheduled(sequence, count) for sequence, count in zip(self._running, counts, strict=True) if count]
+        return batch, preempted
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        """Note that the KV of `count` more tokens is in its pages, and publish the blocks that became full."""
+        sequence.num_computed += count
+        full = sequence.num_computed // self.layout.block_size
+        if not self.config.prefix_caching or full == sequence.num_published:
+            return
+        root = self._root(sequence.spec.cache_salt)
+        extend_hashes(sequence.hashes, root, sequence.tokens, self.layout.block_size)
+        for index in range(sequence.num_published, full):
+            self.pool.publish(sequence.block_table[index], sequence.hashes[index])
+        sequence.num_published = full
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget a sequence; its full blocks stay findable as cache. Nobody may read or write its pages any more."""
+        self.set_phase(sequence, Phase.CLOSING)
+        del self._sequences[sequence.id], self._phase[sequence.id]
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every reference in the pool is accounted for by a sequence here."""
+        self.pool.check_integrity(sequence.block_table for sequence in self)
+
+    def reserved_blocks(self) -> int:
+        """Blocks that sequences without complete KV hold alone."""
+        size = self.layout.block_size
+        return sum(len(s.block_table) - s.num_cached // size for s in self if self._phase[s.id] is Phase.AWAITING_KV)
+
+    def _grow(self, sequence: Sequence) -> list[Sequence]:
+        """Make sure of a page for the last token, preempting others, or the sequence itself, where none is left."""
+        preempted: list[Sequence] = []
+        needed = self.layout.blocks_for(len(sequence.tokens)) - len(sequence.block_table)
+        while needed > 0 and self.pool.num_available < needed:
+            victim = self._running[choose_victim([Claim(s.spec.priority, s.order) for s in self._running])]
+            self.release(victim)
+            self.preemptions += 1
+            preempted.append(victim)
+            if victim is sequence:
+                return preempted
+        if needed > 0:
+            sequence.block_table += self.pool.allocate(needed)
+        return preempted

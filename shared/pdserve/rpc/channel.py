@@ -1,0 +1,51 @@
+"""Channels between services, and the options that both ends of a connection have."""
+
+from __future__ import annotations
+
+import itertools
+
+import grpc.aio
+
+MAX_MESSAGE_BYTES = 256 << 20
+_numbers = itertools.count()
+
+MESSAGE_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+]
+
+# Without data a client pings every 30 s, which a server must not take for abuse: see SERVER_OPTIONS.
+CLIENT_OPTIONS: list[tuple[str, int]] = [
+    *MESSAGE_OPTIONS,
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A worker that comes back should be seen at once; the default backs off up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_http_proxy", 0),
+]
+
+# The server pings too, within a lease, so that a peer that vanished without a reset is noticed and its work ends.
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    *MESSAGE_OPTIONS,
+    ("grpc.keepalive_time_ms", 2_500),
+    ("grpc.keepalive_timeout_ms", 2_500),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Two services on one port is a mistake, not load balancing.
+    ("grpc.so_reuseport", 0),
+]
+
+
+def connect(target: str) -> grpc.aio.Channel:
+    """A channel to `target` with a connection of its own (grpc would share one between equal channels).
+
+    Connects with its first call. Use it with `async with`, or close it.
+    """
+    own = [("grpc.use_local_subchannel_pool", 1), ("pdserve.channel_number", next(_numbers))]
+    return grpc.aio.insecure_channel(target, options=[*CLIENT_OPTIONS, *own])

@@ -1,0 +1,159 @@
+"""Errors on the wire: pdserve's types to google.rpc.Status and back.
+
+Every refusal carries ErrorInfo (a reason in UPPER_SNAKE, domain ``pdserve``); an invalid request also carries the
+field's path as a BadRequest violation, and no capacity carries RetryInfo where the time is known. The client's side
+rebuilds the same type from it, so that callers on both ends handle one set of exceptions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.any_pb2 import Any as AnyProto
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2  # type: ignore[import-untyped, unused-ignore]
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped, unused-ignore]
+from grpc_status import rpc_status
+from pdserve.core.errors import (
+    ConfigError,
+    IntegrityError,
+    InvalidRequest,
+    LayoutMismatch,
+    ModelError,
+    NoCapacity,
+    PdserveError,
+    Unavailable,
+    UnknownModel,
+)
+
+DOMAIN = "pdserve"
+_DETAILS_KEY = "grpc-status-details-bin"
+# Trailers are limited to 8 KiB by default and hold the message up to three times, percent-encoded once.
+_MAX_MESSAGE = 600
+
+
+class RpcError(PdserveError):
+    """A gRPC failure that none of core's types stands for. Aborting with one uses its `code`."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class DeadlineExceeded(RpcError):
+    """The deadline passed, on whichever side noticed first."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(grpc.StatusCode.DEADLINE_EXCEEDED, message)
+
+
+_KINDS: dict[type[PdserveError], tuple[grpc.StatusCode, str]] = {
+    InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    UnknownModel: (grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
+    NoCapacity: (grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_CAPACITY"),
+    Unavailable: (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
+    ModelError: (grpc.StatusCode.FAILED_PRECONDITION, "MODEL_ERROR"),
+    ConfigError: (grpc.StatusCode.FAILED_PRECONDITION, "CONFIG_ERROR"),
+    LayoutMismatch: (grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH"),
+    IntegrityError: (grpc.StatusCode.INTERNAL, "INTEGRITY_ERROR"),
+}
+_BY_REASON: dict[str, type[PdserveError]] = {reason: kind for kind, (_, reason) in _KINDS.items()}
+_BY_CODE: dict[grpc.StatusCode, type[PdserveError]] = {
+    grpc.StatusCode.NOT_FOUND: UnknownModel,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: NoCapacity,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+}
+
+
+def status_code(error: PdserveError) -> grpc.StatusCode:
+    """The gRPC status code that `error` travels under."""
+    return _kind(error)[0]
+
+
+def to_status(error: PdserveError) -> Status:
+    """`error` as a google.rpc.Status with its details; texts are cut to what fits into trailers."""
+    code, reason = _kind(error)
+    status = Status(code=code.value[0], message=_cut(str(error)))
+    _pack(status, error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+    if isinstance(error, InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=_cut(error.message))
+        _pack(status, error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, NoCapacity) and error.retry_after is not None:
+        info = error_details_pb2.RetryInfo()
+        info.retry_delay.FromNanoseconds(max(0, round(error.retry_after * 1e9)))
+        _pack(status, info)
+    return status
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
+    """End the call with `error`. Never returns: grpc raises its own exception, which the handler must let pass."""
+    await context.abort_with_status(cast("grpc.Status", rpc_status.to_status(to_status(error))))
+    raise AssertionError("abort_with_status returned")
+
+
+def error_from_call(error: grpc.aio.AioRpcError) -> PdserveError:
+    """What the server meant by a failed call. Without our details (a proxy, a dead peer) the code decides."""
+    message = error.details() or error.code().name
+    details = _details(error)
+    info = details.get("ErrorInfo")
+    reason = info.reason if isinstance(info, error_details_pb2.ErrorInfo) and info.domain == DOMAIN else ""
+    kind = _BY_REASON.get(reason) or _BY_CODE.get(error.code())
+    if kind is InvalidRequest:
+        bad = details.get("BadRequest")
+        if isinstance(bad, error_details_pb2.BadRequest) and bad.field_violations:
+            return InvalidRequest(bad.field_violations[0].field, bad.field_violations[0].description)
+        return InvalidRequest("request", message)
+    if kind is NoCapacity:
+        retry = details.get("RetryInfo")
+        if isinstance(retry, error_details_pb2.RetryInfo):
+            return NoCapacity(message, retry.retry_delay.ToNanoseconds() / 1e9)
+        return NoCapacity(message)
+    if kind is not None:
+        return kind(message)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(message)
+    return RpcError(error.code(), message)
+
+
+def _kind(error: PdserveError) -> tuple[grpc.StatusCode, str]:
+    if isinstance(error, RpcError):
+        return error.code, error.code.name
+    for kind in type(error).__mro__:
+        if kind in _KINDS:
+            return _KINDS[kind]
+    return grpc.StatusCode.INTERNAL, "INTERNAL"
+
+
+def _pack(status: Status, detail: Message) -> None:
+    packed = AnyProto()
+    packed.Pack(detail)
+    status.details.append(packed)
+
+
+def _details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
+    """The details that came in the trailers, by message name; empty where there are none or they are garbled."""
+    found: dict[str, Any] = {}
+    for key, value in error.trailing_metadata() or ():
+        if key != _DETAILS_KEY:
+            continue
+        status = Status()
+        try:
+            status.ParseFromString(cast("bytes", value))
+            for packed in status.details:
+                for kind in (
+                    error_details_pb2.ErrorInfo,
+                    error_details_pb2.BadRequest,
+                    error_details_pb2.RetryInfo,
+                ):
+                    detail = kind()
+                    if packed.Unpack(detail):
+                        found[kind.DESCRIPTOR.name] = detail
+        except DecodeError:
+            continue
+    return found
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 3] + "..."

@@ -1,0 +1,176 @@
+"""The start and the end of every gRPC service: binding, health, reflection, drain, signals, launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc.aio
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.rpc.channel import SERVER_OPTIONS
+from pdserve.rpc.launcher import Launcher
+from pdserve.rpc.settings import ServiceSettings
+
+log = structlog.get_logger(__name__)
+
+# The generated add_XServicer_to_server, the servicer, and the full service name.
+Service = tuple[Callable[[Any, Any], None], Any, str]
+# How long answers that are on their way may take once everything else is over, in seconds.
+STOP_GRACE = 1.0
+
+
+class ServiceFailed(PdserveError):
+    """The service could not go on; its process should exit with a status other than 0."""
+
+
+class GrpcServer:
+    """A bound gRPC server as a scope.
+
+    Inside `async with` the port is bound (`endpoint`) and health "" is SERVING; each service's own health is
+    NOT_SERVING until `set_ready(True)`. Callbacks in `on_drain` run when the service is told to stop, together and for
+    at most `drain_seconds`. `stop_requested` may be set by anyone on the loop; `fail` stops with an error.
+    """
+
+    def __init__(self, settings: ServiceSettings, services: Sequence[Service]) -> None:
+        self.endpoint = ""
+        self.stop_requested = asyncio.Event()
+        self.draining = False
+        self.on_drain: list[Callable[[], Awaitable[None]]] = []
+        self.launcher = Launcher(settings.launcher_fd)
+        self._settings = settings
+        self._names = [name for _, _, name in services]
+        self._health = health.aio.HealthServicer()
+        self._failure: str | None = None
+        self._signals = 0
+        self._signal_seen = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        for add, servicer, _ in services:
+            add(servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def __aenter__(self) -> Self:
+        await self.launcher.start()
+        try:
+            host, port = self._settings.host, self._settings.port
+            try:
+                bound = self._server.add_insecure_port(join_host_port(host, port))
+            except RuntimeError as error:
+                raise ConfigError(f"cannot listen on {join_host_port(host, port)}: {error}") from error
+            self.endpoint = join_host_port(self._settings.advertise_host or advertised_host(host), bound)
+            await self._set_health(self._names, serving=False)
+            await self._set_health([""], serving=True)
+            await self._server.start()
+        except BaseException as error:
+            self.launcher.report("failed", error=str(error))
+            await self.launcher.close()
+            raise
+        self.launcher.report("bound", endpoint=self.endpoint)
+        log.info("bound", endpoint=self.endpoint, services=self._names)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            self.launcher.report("failed", error=str(error) or repr(error))
+        await self._server.stop(0)
+        await self.launcher.close()
+
+    async def set_ready(self, ready: bool, **details: Any) -> None:
+        """Set every service's health. `details` go to the launcher with the event ``ready``."""
+        await self._set_health(self._names, serving=ready and not self.draining)
+        if ready and not self.draining:
+            self.launcher.report("ready", endpoint=self.endpoint, details=details)
+
+    def fail(self, reason: str) -> None:
+        """Stop at once, without draining; `run_until_stopped` raises ServiceFailed. The first reason counts."""
+        if self._failure is None:
+            self._failure = reason
+            log.error("service_failed", reason=reason)
+        self._stop_now.set()
+
+    async def run_until_stopped(self) -> None:
+        """Serve until SIGTERM, SIGINT or `stop_requested`, then drain; a second signal, `fail` or a launcher that is
+        gone stops at once. Raises ServiceFailed after `fail`."""
+        loop = asyncio.get_running_loop()
+        handled = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Only the main thread of a process may; in others (notebooks, tests) `stop_requested` does.
+            with contextlib.suppress(RuntimeError, ValueError, NotImplementedError):
+                loop.add_signal_handler(number, self._on_signal)
+                handled.append(number)
+        try:
+            await _first(self.stop_requested, self._signal_seen, self._stop_now, self.launcher.gone)
+            await self._drain()
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+        if self._failure is not None:
+            raise ServiceFailed(self._failure)
+
+    async def _drain(self) -> None:
+        self.draining = True
+        await self._set_health(["", *self._names], serving=False)
+        started = time.monotonic()
+        if not (self._stop_now.is_set() or self.launcher.gone.is_set()) and self.on_drain:
+            log.info("draining", seconds=self._settings.drain_seconds)
+            work: asyncio.Future[Any] = asyncio.gather(*(callback() for callback in self.on_drain))
+            hurry: asyncio.Future[Any] = asyncio.ensure_future(_first(self._stop_now, self.launcher.gone))
+            try:
+                await asyncio.wait(
+                    {work, hurry}, timeout=self._settings.drain_seconds, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not work.done():
+                    log.warning("drain_incomplete", seconds=round(time.monotonic() - started, 3))
+            finally:
+                for future in (work, hurry):
+                    future.cancel()
+                for outcome in await asyncio.gather(work, hurry, return_exceptions=True):
+                    if isinstance(outcome, Exception):
+                        log.error("drain_failed", error=repr(outcome))
+        at_once = self._stop_now.is_set() or self.launcher.gone.is_set()
+        await self._server.stop(0 if at_once else STOP_GRACE)
+        log.info("stopped", seconds=round(time.monotonic() - started, 3))
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._signal_seen.set()
+        if self._signals > 1:
+            self._stop_now.set()
+
+    async def _set_health(self, names: Sequence[str], *, serving: bool) -> None:
+        response = health_pb2.HealthCheckResponse
+        for name in names:
+            await self._health.set(name, response.SERVING if serving else response.NOT_SERVING)
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Wait until one of `events` is set."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def advertised_host(host: str) -> str:
+    """The name for others to connect to: `host`, or this machine's name where it means every interface."""
+    return socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+
+
+def join_host_port(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

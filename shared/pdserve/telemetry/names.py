@@ -1,0 +1,56 @@
+"""Names of spans and attributes, in one place because OpenTelemetry's GenAI conventions still move.
+
+Source: https://opentelemetry.io/docs/specs/semconv/gen-ai/ (in development); `pdserve.*` are our own.
+"""
+
+from __future__ import annotations
+
+# GenAI attributes.
+OPERATION_NAME = "gen_ai.operation.name"
+PROVIDER_NAME = "gen_ai.provider.name"
+REQUEST_MODEL = "gen_ai.request.model"
+RESPONSE_MODEL = "gen_ai.response.model"
+RESPONSE_ID = "gen_ai.response.id"
+REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+REQUEST_TEMPERATURE = "gen_ai.request.temperature"
+REQUEST_TOP_P = "gen_ai.request.top_p"
+REQUEST_TOP_K = "gen_ai.request.top_k"
+REQUEST_SEED = "gen_ai.request.seed"
+RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
+USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
+USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+USAGE_CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+
+OPERATION_CHAT = "chat"
+OPERATION_TEXT_COMPLETION = "text_completion"
+PROVIDER = "pdserve"
+
+# RPC attributes.
+RPC_SYSTEM = "rpc.system"
+RPC_SERVICE = "rpc.service"
+RPC_METHOD = "rpc.method"
+RPC_STATUS_CODE = "rpc.grpc.status_code"
+ERROR_TYPE = "error.type"
+
+# Our spans. Router: the request's life. Workers: what they computed and moved, under the router's spans.
+SPAN_REQUEST = "pdserve.request"
+SPAN_QUEUE = "pdserve.queue"
+SPAN_RESERVE = "pdserve.reserve"
+SPAN_PREFILL = "pdserve.prefill"
+SPAN_PREFILL_CHUNK = "pdserve.prefill.chunk"
+SPAN_TRANSFER = "pdserve.transfer"
+SPAN_DECODE_WAIT = "pdserve.decode_wait"
+SPAN_DECODE = "pdserve.decode"
+
+# Our attributes.
+REQUEST_ID = "pdserve.request_id"
+TICKET = "pdserve.ticket"
+ATTEMPT = "pdserve.attempt"
+PREFILL_WORKER = "pdserve.prefill_worker"
+DECODE_WORKER = "pdserve.decode_worker"
+ROUTING_REASON = "pdserve.routing.reason"
+TOKENS = "pdserve.tokens"
+CACHED_TOKENS = "pdserve.cached_tokens"
+KV_BYTES = "pdserve.kv_bytes"
+REPLAYS = "pdserve.replays"
+END_REASON = "pdserve.end_reason"

@@ -1,0 +1,260 @@
+"""The engine process of a worker: one loop that owns the engine, and a thread that hands link control to the links.
+
+The loop waits on the engine socket and on a pipe that link threads write to; between two looks it runs one step. It
+knows no asyncio and no grpc. It ends with its front: the end of the engine socket ends the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from pdserve.core.errors import ConfigError, IntegrityError, PdserveError
+from pdserve.core.sequence import EndReason
+from pdserve.engine.block_io import export_blocks, load_blocks
+from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
+from pdserve.transfer.hub import LinkHub, LinkSettings
+from pdserve.transfer.messages import TransferEvent
+from pdserve.worker.channel import Channel
+from pdserve.worker.handoff import Handoff
+from pdserve.worker.messages import (
+    BlocksExported,
+    CancelTicket,
+    CheckIntegrity,
+    EngineFailed,
+    EngineSettings,
+    EngineStarted,
+    ExportBlocks,
+    FromEngine,
+    IntegrityReport,
+    LinkClosed,
+    LinkControl,
+    LinkEstablished,
+    LinkMessage,
+    LinkOpened,
+    Load,
+    LoadBlocks,
+    Progress,
+    Reserve,
+    Shutdown,
+    StartPrefill,
+    StepDone,
+    ToEngine,
+)
+
+SEND_BUFFER_BYTES = 4 << 20  # the front may lag some steps behind before a step has to wait for it
+
+
+class EngineLoop:
+    """Messages in, steps, messages out."""
+
+    def __init__(
+        self, settings: EngineSettings, channel: Channel[ToEngine, FromEngine], links: Channel[LinkMessage, LinkMessage]
+    ) -> None:
+        self._channel, self._link_channel = channel, links
+        self._events: deque[TransferEvent] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._built = build_engine(_options(settings), self._on_layer, lambda *at: channel.send(Progress(*at)))
+        self._engine = self._built.engine
+        self._hub = LinkHub(
+            self._built.kv,
+            self._built.layout,
+            LinkSettings(settings.frame_bytes, settings.ring_bytes, settings.frame_timeout, settings.kv_transport),
+            send_control=lambda peer, epoch, message: links.send(LinkControl(peer, epoch, message)),
+            established=lambda peer, epoch: links.send(LinkEstablished(peer, epoch)),
+            closed=lambda peer, epoch, reason: links.send(LinkClosed(peer, epoch, reason)),
+            notify=self._notify,
+        )
+        self._handoff = Handoff(self._engine, self._hub, channel.send)
+        self._number = 0
+        self._told: Load | None = None
+        self._running = True
+        channel.send(_started(self._built))
+
+    def run(self) -> None:
+        """Serve until told to shut down, or until the front is gone."""
+        threading.Thread(target=self._serve_links, name="link-control", daemon=True).start()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            while self._running:
+                ready = {key.fileobj for key, _ in selector.select(self._patience())}
+                self._take_in(ready)
+                if self._engine.has_work:
+                    self._engine.step()
+                self._tell()
+        self._hub.shutdown()
+
+    def _take_in(self, ready: set[object]) -> None:
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+        while self._events:
+            self._handoff.on_event(self._events.popleft())
+        more = self._channel in ready
+        while more and self._running:
+            message = self._channel.receive()
+            if message is None:
+                self._running = False
+            else:
+                self._handle(message)
+                more = self._channel.buffered()
+        now = time.monotonic()
+        for late in [s.id for s in self._engine.scheduler if s.deadline is not None and s.deadline <= now]:
+            self._handoff.close(late, EndReason.DEADLINE, "the request's time is over")
+
+    def _handle(self, message: ToEngine) -> None:
+        scheduler, kv = self._engine.scheduler, self._built.kv
+        match message:
+            case StartPrefill():
+                self._handoff.start_prefill(message)
+            case Reserve():
+                self._handoff.reserve(message)
+            case CancelTicket(ticket):
+                self._handoff.close(ticket, EndReason.CANCELLED)
+            case LoadBlocks(hashes, payload):
+                load_blocks(kv, scheduler.pool, hashes, payload)
+            case ExportBlocks(hashes):
+                self._channel.send(BlocksExported(*export_blocks(kv, scheduler.pool, hashes)))
+            case CheckIntegrity():
+                self._channel.send(IntegrityReport(self._problem(), self._engine.load(*self._hub.stats())))
+            case Shutdown():
+                self._running = False
+            case EngineSettings():
+                raise ConfigError("an engine process takes its settings once")
+
+    def _tell(self) -> None:
+        """Send what happened as one message; nothing where nothing did."""
+        outputs = self._engine.take_outputs()
+        self._handoff.after_step(outputs)
+        load = self._engine.load(*self._hub.stats())
+        stored, removed = self._engine.scheduler.pool.take_changes()
+        if outputs or stored or removed or load != self._told:
+            self._number += 1
+            self._channel.send(
+                StepDone(
+                    self._number, load, outputs.tokens, outputs.ends, outputs.prompts, outputs.chunks, stored, removed
+                )
+            )
+            self._told = load
+
+    def _patience(self) -> float | None:
+        """How long the loop may wait for something to happen, in seconds; None: for ever."""
+        if self._engine.has_work or self._events:
+            return 0.0
+        deadlines = [s.deadline for s in self._engine.scheduler if s.deadline is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _problem(self) -> str:
+        try:
+            self._engine.scheduler.check_integrity()
+        except IntegrityError as error:
+            return str(error)
+        return ""
+
+    def _on_layer(self, progress: Sequence[tuple[str, int]], layer: int) -> None:
+        self._hub.advance(progress, layer)
+
+    def _notify(self, event: TransferEvent) -> None:
+        """Called from link threads."""
+        self._events.append(event)
+        with suppress(BlockingIOError):  # the pipe is full of wake-ups already
+            os.write(self._wake_write, b"\0")
+
+    def _serve_links(self) -> None:
+        """Hand link control to the hub at once, so that a frame never waits for a step."""
+        while (message := self._link_channel.receive()) is not None:
+            match message:
+                case LinkOpened(peer, epoch, initiator, transport):
+                    self._hub.open(peer, epoch, initiator, transport)
+                case LinkControl(peer, epoch, control):
+                    self._hub.on_control(peer, epoch, control)
+                case LinkClosed(peer, epoch, reason):
+                    self._hub.close(peer, epoch, reason)
+                case LinkEstablished():
+                    pass  # only ever sent the other way
+
+
+def _options(settings: EngineSettings) -> EngineOptions:
+    return EngineOptions(
+        model=Path(settings.model),
+        dtype=settings.dtype,
+        device=settings.device,
+        block_size=settings.block_size,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        memory_share=settings.memory_share,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        lookahead_tokens=settings.lookahead_tokens,
+        attention_backend=settings.attention_backend,
+        prefix_caching=settings.enable_prefix_caching,
+    )
+
+
+def _started(built: BuiltEngine) -> EngineStarted:
+    cuda = built.device.type == "cuda"
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if cuda:
+        versions["cuda"] = torch.version.cuda or ""
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return EngineStarted(
+        layout=built.layout,
+        max_model_len=built.max_model_len,
+        vocab_size=built.config.vocab_size,
+        total_blocks=built.kv.num_blocks,
+        device=str(built.device),
+        transports=["nccl", "gloo"] if cuda else ["gloo"],
+        versions=versions,
+        notes=built.notes,
+    )
+
+
+def serve(channel: Channel[ToEngine, FromEngine], links: Channel[LinkMessage, LinkMessage]) -> int:
+    """Take the settings, build, run. The exit status: 0 after a shutdown, 1 after a failure that the front was told."""
+    settings = channel.receive()
+    if settings is None:
+        return 0
+    if not isinstance(settings, EngineSettings):
+        raise ConfigError("the first message to an engine process is its settings")
+    if settings.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, settings.cores)
+    torch.set_num_threads(settings.threads or max(1, len(settings.cores)))
+    try:
+        EngineLoop(settings, channel, links).run()
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the front is gone, and so is everybody who could be told
+    except PdserveError as error:
+        channel.send(EngineFailed(type(error).__name__, str(error)))
+        return 1
+    except Exception as error:
+        channel.send(EngineFailed(type(error).__name__, str(error)))
+        raise
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine-fd", type=int, required=True)
+    parser.add_argument("--link-fd", type=int, required=True)
+    args = parser.parse_args()
+    pairs = [socket.socket(fileno=fd) for fd in (args.engine_fd, args.link_fd)]
+    for pair in pairs:
+        pair.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    return serve(Channel(pairs[0], ToEngine), Channel(pairs[1], LinkMessage))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,211 @@
+"""What a worker's front and its engine process tell each other, as msgpack over socket pairs.
+
+There are two pairs. The engine pair carries requests down and one StepDone a step up; the engine loop reads it
+between steps. The link pair carries KV link control; a thread of the engine process reads it at once, so that a
+frame never waits for a step.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdserve.core.layout import KVLayout
+from pdserve.core.sequence import SequenceSpec
+from pdserve.engine.outputs import ChunkDone, Ended, Load, PromptDone, TokenOut
+from pdserve.engine.outputs import TokenLogprobs as TokenLogprobs
+from pdserve.transfer.messages import ControlMessage
+
+# Front to engine.
+
+
+class EngineSettings(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what the engine process needs to build its engine."""
+
+    role: str  # "prefill" or "decode"
+    model: str  # folder
+    dtype: str
+    device: str
+    threads: int
+    cores: tuple[int, ...]
+    block_size: int
+    kv_cache_bytes: int  # 0: from memory_share
+    memory_share: float
+    max_model_len: int  # 0: the model's own
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    lookahead_tokens: int
+    attention_backend: str
+    kv_transport: str
+    frame_bytes: int
+    ring_bytes: int
+    frame_timeout: float
+    enable_prefix_caching: bool = True
+
+
+class StartPrefill(msgspec.Struct, frozen=True, tag=True):
+    """Compute a prompt and its first token; push the KV to `peer` (a worker id), if there is one."""
+
+    ticket: str
+    attempt: int
+    spec: SequenceSpec
+    peer: str | None
+
+
+class Reserve(msgspec.Struct, frozen=True, tag=True):
+    """Reserve pages for a sequence whose KV comes from `peer`, or, without one, compute it here."""
+
+    ticket: str
+    attempt: int
+    spec: SequenceSpec
+    peer: str | None
+
+
+class CancelTicket(msgspec.Struct, frozen=True, tag=True):
+    ticket: str
+
+
+class LoadBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Put blocks from the prefix cache into pages, as cached blocks. `payload` holds them one after the other."""
+
+    hashes: list[bytes]
+    payload: bytes
+
+
+class ExportBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Read blocks out for the prefix cache; answered by BlocksExported with those that are still here."""
+
+    hashes: list[bytes]
+
+
+class CheckIntegrity(msgspec.Struct, frozen=True, tag=True):
+    """Check the block pool's books now; answered by IntegrityReport."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+ToEngine = (
+    EngineSettings | StartPrefill | Reserve | CancelTicket | LoadBlocks | ExportBlocks | CheckIntegrity | Shutdown
+)
+
+# Engine to front.
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """How far starting has come, for progress bars: a stage and its share done."""
+
+    stage: str
+    done: float
+
+
+class EngineStarted(msgspec.Struct, frozen=True, tag=True):
+    layout: KVLayout
+    max_model_len: int
+    vocab_size: int
+    total_blocks: int
+    device: str
+    transports: list[str]
+    versions: dict[str, str]
+    notes: dict[str, str]  # what was chosen and why, for the log
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start or cannot go on; the process ends after it."""
+
+    kind: str
+    message: str
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """What one engine step, and what was handled since the last one, came to. Order in each list is order in time."""
+
+    number: int
+    load: Load
+    tokens: list[TokenOut] = []
+    ends: list[Ended] = []
+    prompts: list[PromptDone] = []
+    chunks: list[ChunkDone] = []
+    stored: list[bytes] = []
+    removed: list[bytes] = []
+
+
+class ReservedPages(msgspec.Struct, frozen=True, tag=True):
+    ticket: str
+    attempt: int
+    tokens_held: int
+
+
+class TicketReady(msgspec.Struct, frozen=True, tag=True):
+    ticket: str
+    attempt: int
+    kv_bytes: int
+
+
+class KvCommitted(msgspec.Struct, frozen=True, tag=True):
+    """Prefill side: the decode worker took over."""
+
+    ticket: str
+    kv_bytes: int
+
+
+class BlocksExported(msgspec.Struct, frozen=True, tag=True):
+    hashes: list[bytes]
+    payload: bytes
+
+
+class IntegrityReport(msgspec.Struct, frozen=True, tag=True):
+    """`problem` is empty when the books add up."""
+
+    problem: str
+    load: Load
+
+
+FromEngine = (
+    Progress
+    | EngineStarted
+    | EngineFailed
+    | StepDone
+    | ReservedPages
+    | TicketReady
+    | KvCommitted
+    | BlocksExported
+    | IntegrityReport
+)
+
+# The link pair, both ways.
+
+
+class LinkOpened(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: the control half to `peer` is up; make the data half over `transport`."""
+
+    peer: str
+    epoch: int
+    initiator: bool
+    transport: str
+
+
+class LinkControl(msgspec.Struct, frozen=True, tag=True):
+    """Either way: one control message of the link to `peer`."""
+
+    peer: str
+    epoch: int
+    message: ControlMessage
+
+
+class LinkEstablished(msgspec.Struct, frozen=True, tag=True):
+    """Engine to front: the data half is up and warm."""
+
+    peer: str
+    epoch: int
+
+
+class LinkClosed(msgspec.Struct, frozen=True, tag=True):
+    """Either way: this half is gone; the other one must go too."""
+
+    peer: str
+    epoch: int
+    reason: str
+
+
+LinkMessage = LinkOpened | LinkControl | LinkEstablished | LinkClosed
