@@ -117,6 +117,11 @@ def error_from_call(error: grpc.aio.AioRpcError) -> PdserveError:
     return RpcError(error.code(), message)
 
 
+def from_server(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a pdserve server refused the call, and not the connection to it failed."""
+    return "ErrorInfo" in _details(error)
+
+
 def _kind(error: PdserveError) -> tuple[grpc.StatusCode, str]:
     if isinstance(error, RpcError):
         return error.code, error.code.name

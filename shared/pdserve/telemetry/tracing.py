@@ -19,6 +19,19 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.trace import NonRecordingSpan, NoOpTracer, Span, SpanContext, TraceFlags, Tracer
 from opentelemetry.util.types import AttributeValue
 
+__all__ = [
+    "TRACEPARENT",
+    "Attributes",
+    "Span",
+    "current_traceparent",
+    "extract",
+    "record_span",
+    "setup_tracing",
+    "span",
+    "start_span",
+    "traceparent_of",
+]
+
 TRACEPARENT = "traceparent"
 Attributes = Mapping[str, AttributeValue]
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import torch
 
 from pdserve.core.errors import ConfigError, IntegrityError, PdserveError
@@ -82,6 +83,8 @@ class EngineLoop:
         self._number = 0
         self._told: Load | None = None
         self._running = True
+        self._step_log = settings.step_log
+        self._steps: list[tuple[int, int]] = []
         channel.send(_started(self._built))
 
     def run(self) -> None:
@@ -95,8 +98,12 @@ class EngineLoop:
                 self._take_in(ready)
                 if self._engine.has_work:
                     self._engine.step()
+                    if self._step_log:
+                        self._steps.append((time.monotonic_ns(), len(self._engine.scheduler.running)))
                 self._tell()
         self._hub.shutdown()
+        if self._step_log:
+            Path(self._step_log).write_bytes(msgspec.json.encode(self._steps))
 
     def _take_in(self, ready: set[object]) -> None:
         if self._wake_read in ready:

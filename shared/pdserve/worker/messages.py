@@ -40,6 +40,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True):
     ring_bytes: int
     frame_timeout: float
     enable_prefix_caching: bool = True
+    step_log: str = ""  # file for (end in monotonic ns, running sequences) of each step, written at the end; "": none
 
 
 class StartPrefill(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,42 @@
+"""The typer app: one file a command, joined here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pdserve.cli import demo, generate, models, serve, status
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a traceback here is a bug; show it as it is
+    rich_markup_mode=None,
+    help="Serve large language models with prefill and decode on separate workers.",
+)
+app.command("serve", context_settings={"auto_envvar_prefix": "PDSERVE"})(serve.serve)
+app.command("generate")(generate.generate)
+app.command("status")(status.status)
+app.command("demo")(demo.demo)
+app.add_typer(models.app, name="models")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(version("pdserve"))
+        except PackageNotFoundError:
+            typer.echo("not installed (run from a source tree)")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Serve large language models with prefill and decode on separate workers."""

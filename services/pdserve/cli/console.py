@@ -1,0 +1,117 @@
+"""What every command shares: running a coroutine, ending on signals, one-line errors, sizes, progress of a start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from pdserve.core.errors import ConfigError, PdserveError
+
+if TYPE_CHECKING:
+    from pdserve.launch import LaunchEvent
+
+INTERRUPTED = 130  # what shells expect after Ctrl-C
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """Print one clear error to stderr and end with `code`."""
+    typer.echo(f"pdserve: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def run(main: Coroutine[Any, Any, None], *, interrupted: int = INTERRUPTED) -> None:
+    """Run a command to its end. Ctrl-C and SIGTERM cancel it, so that every `async with` in it is left in order.
+
+    Ends the program with code 1 on a PdserveError, 2 on a ConfigError, `interrupted` after a signal.
+    """
+
+    async def until_signalled() -> bool:
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main)
+        stopped = False
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+        return stopped
+
+    try:
+        if asyncio.run(until_signalled()):
+            raise typer.Exit(interrupted)
+    except ConfigError as error:
+        fail(str(error), code=2)
+    except PdserveError as error:
+        fail(str(error))
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes of "1073741824", "512MiB", "4GiB" or "2GB". Raises typer.BadParameter."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    if not match:
+        raise typer.BadParameter(f"{text!r} is not a size such as 512MiB or 4GiB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+@contextlib.contextmanager
+def start_progress() -> Iterator[Callable[[LaunchEvent], None]]:
+    """Show a suite's start on stderr: bars on a terminal, else one line for each service that is ready."""
+    if not sys.stderr.isatty():
+        yield _plain
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<16}"), BarColumn(), TextColumn("{task.fields[stage]:<28}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+        tasks: dict[str, Any] = {}
+
+        def show(event: LaunchEvent) -> None:
+            if event.service not in tasks:
+                tasks[event.service] = progress.add_task(event.service, total=1.0, stage="")
+            task = tasks[event.service]
+            if event.kind == "progress":
+                progress.update(task, completed=event.done, stage=event.stage)
+            elif event.kind == "ready":
+                progress.update(task, completed=1.0, stage="ready")
+            elif event.kind in ("failed", "exited"):
+                progress.update(task, stage=event.kind)
+
+        yield show
+
+
+def _plain(event: LaunchEvent) -> None:
+    if event.kind == "ready":
+        typer.echo(f"{event.service} ready", err=True)
+
+
+@contextlib.contextmanager
+def fetch_progress(name: str) -> Iterator[Callable[[str], None]]:
+    """Show the fetching of a model on stderr: a moving bar with its stage on a terminal, else one line a stage."""
+    if not sys.stderr.isatty():
+        yield lambda stage: typer.echo(f"{name}: {stage}", err=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(name, total=None, visible=False)
+        yield lambda stage: progress.update(task, description=f"{name}: {stage}", visible=True)

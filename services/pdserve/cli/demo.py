@@ -1,0 +1,173 @@
+"""`pdserve demo`: a whole suite for two questions, and where the time of each went."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.cli.console import run, start_progress
+from pdserve.cli.serve import resolve_parts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pdserve.client import Client, Finish
+
+DEMO_MODEL = "smollm2-135m-instruct"
+DEFAULT_PROMPT = "Why is the sky blue? Answer in two sentences."
+FOLLOW_UP = "Now say it again in one short sentence."
+SYSTEM = """\
+You are a helpful assistant for the visitors of a science museum. Visitors are of every age, and most of
+them read your answer on a small screen while they stand in front of an exhibit, so you keep to the
+question, you use plain words, and you never write more than a few sentences. When a visitor asks about
+nature, name the cause before the consequence, and prefer an example from everyday life to a formula. When a
+visitor asks about history, name the year and the place if you know them, and say so if you do not. When a
+visitor asks about the museum itself, say that the staff at the desk near the entrance can help, because you
+know nothing about opening hours, tickets, or the way to the exit. Do not invent numbers. Do not repeat the
+question. Do not add a list unless the visitor asks for one. If a question cannot be answered in a few
+sentences, answer its most interesting part and name the exhibit halls where the visitor may find the rest:
+light and colour, heat and cold, sound and music, plants and animals, stars and planets, and the hall of
+early machines. Be friendly, be correct, and be brief."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed answer. Times are milliseconds by this client's clock; `gaps` has each wait between two tokens."""
+
+    text: str
+    ttft_ms: float
+    gaps: tuple[float, ...]
+    finish: Finish
+
+
+def demo(
+    prompt: Annotated[str, typer.Argument(help="The first question.")] = DEFAULT_PROMPT,
+    model: Annotated[str, typer.Option(help="Folder, hub id or smollm2-135m-instruct.")] = DEMO_MODEL,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 96,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+) -> None:
+    """Start router, prefill, decode and prefix cache as processes, ask two questions, show where the time went."""
+    logs = Path(tempfile.mkdtemp(prefix="pdserve-demo-"))
+    finished = False
+
+    async def main() -> None:
+        nonlocal finished
+        await _demo(prompt.strip() or DEFAULT_PROMPT, model, max_tokens, dtype, device, logs)
+        finished = True
+
+    try:
+        run(main())
+    finally:
+        if finished:
+            shutil.rmtree(logs, ignore_errors=True)
+        else:
+            typer.echo(f"logs in {logs}", err=True)
+
+
+async def _demo(prompt: str, model: str, max_tokens: int, dtype: str | None, device: str, logs: Path) -> None:
+    from pdserve.client import Client
+    from pdserve.launch import Machine, Suite, WorkerOptions, plan_suite
+
+    parts = await resolve_parts([model], [(1, 1, 0)])
+    plan = plan_suite(parts, Machine.here(), WorkerOptions(dtype=dtype, device=device), prefix_caches=1)
+    async with AsyncExitStack() as stack:
+        started = time.monotonic()
+        with start_progress() as listener:
+            suite = await stack.enter_async_context(Suite(plan, log_folder=logs, listener=listener))
+        names = ", ".join(f"{service.name} at {service.endpoint}" for service in suite.services)
+        typer.echo(f"ready after {time.monotonic() - started:.1f} s: {names}\n")
+        client = await stack.enter_async_context(Client(suite.endpoint))
+        conversation = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
+        first = await _ask(client, conversation, max_tokens)
+        conversation += [{"role": "assistant", "content": first.text}, {"role": "user", "content": FOLLOW_UP}]
+        second = await _ask(client, conversation, max_tokens)
+    _show(answer_table([first, second]))
+
+
+async def _ask(client: Client, conversation: list[dict[str, str]], max_tokens: int) -> Answer:
+    """Stream one greedy answer to stdout and measure it."""
+    from pdserve.client import Finish, Output
+
+    typer.secho(f"> {conversation[-1]['content']}", bold=True)
+    start = time.perf_counter()
+    arrivals: list[float] = []
+    text: list[str] = []
+    finish: Finish | None = None
+    async with aclosing(client.generate(conversation, temperature=0.0, max_tokens=max_tokens)) as events:
+        async for event in events:
+            if isinstance(event, Output):
+                arrivals += [time.perf_counter()] * len(event.tokens)  # tokens that come together: gaps of 0
+                text.append(event.text)
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+            elif isinstance(event, Finish):
+                finish = event
+    typer.echo("\n")
+    assert finish is not None  # the client raises when a stream ends without one
+    gaps = tuple((later - earlier) * 1e3 for earlier, later in pairwise(arrivals))
+    return Answer("".join(text), ((arrivals[0] if arrivals else time.perf_counter()) - start) * 1e3, gaps, finish)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value that `share` of all values do not exceed (nearest rank); None without values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))] if ordered else None
+
+
+def answer_rows(answers: Sequence[Answer]) -> list[tuple[str, list[str]]]:
+    """What the table says: a label, and a text for each answer."""
+
+    def ms(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1f} ms"
+
+    usages = [answer.finish.usage for answer in answers]
+    stages = [usage.stages for usage in usages]
+    return [
+        ("time to first token", [ms(answer.ttft_ms) for answer in answers]),
+        ("  queue", [ms(stage.queue_ms) for stage in stages]),
+        ("  prefill", [ms(stage.prefill_ms) for stage in stages]),
+        ("  reserve (beside prefill)", [ms(stage.reserve_ms) for stage in stages]),
+        ("transfer exposed", [ms(stage.transfer_exposed_ms) for stage in stages]),
+        ("decode wait", [ms(stage.decode_wait_ms) for stage in stages]),
+        ("between tokens, p50", [ms(percentile(answer.gaps, 0.5)) for answer in answers]),
+        ("between tokens, p99", [ms(percentile(answer.gaps, 0.99)) for answer in answers]),
+        ("tokens in / out", [f"{usage.prompt_tokens} / {usage.completion_tokens}" for usage in usages]),
+        ("tokens from cache", [str(usage.cached_tokens) for usage in usages]),
+        ("blocks reused", [str(usage.blocks_reused) for usage in usages]),
+        ("KV moved", [f"{usage.kv_transfer_bytes / 1e6:.2f} MB" for usage in usages]),
+        ("prefill worker", [usage.prefill_worker or "-" for usage in usages]),
+        ("decode worker", [usage.decode_worker or "-" for usage in usages]),
+    ]
+
+
+def answer_table(answers: Sequence[Answer]) -> Table:
+    """Where the time went, an answer a column."""
+    from rich.table import Table
+
+    table = Table(title="where the time went", title_justify="left")
+    for name in ("", "first question", "second question, same beginning")[: 1 + len(answers)]:
+        table.add_column(name, justify="right" if name else "left")
+    for label, cells in answer_rows(answers):
+        table.add_row(label, *cells)
+    return table
+
+
+def _show(table: Table) -> None:
+    from rich.box import ASCII
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        table.box = ASCII
+    console.print(table)

@@ -1,0 +1,263 @@
+"""DecodeService: sessions of routers, and who of them owns which ticket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
+from pdserve.core.sequence import EndReason, SequenceSpec
+from pdserve.decode.session import RouterSession, Ticket
+from pdserve.rpc.convert import end_reason_to_proto, spec_from_proto
+from pdserve.rpc.errors import RpcError, abort
+from pdserve.rpc.server import Service
+from pdserve.rpc.versions import agree
+from pdserve.telemetry import names
+from pdserve.telemetry.tracing import record_span
+from pdserve.v1 import decode_pb2, decode_pb2_grpc
+from pdserve.worker.front import WorkerFront
+from pdserve.worker.messages import CancelTicket, KvCommitted, Reserve, ReservedPages, StepDone, TicketReady
+
+log = structlog.get_logger(__name__)
+
+HELLO_DEADLINE = 5.0  # seconds
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """pdserve.v1.DecodeService over a WorkerFront.
+
+    A ticket stays in `_tickets` until the engine's Ended, also when its session is gone: until then its id is taken.
+    """
+
+    def __init__(self, front: WorkerFront) -> None:
+        self._front = front
+        self._tickets: dict[str, Ticket] = {}
+        self._sessions: set[RouterSession] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._step = 0
+
+    async def Session(  # type: ignore[override]  # a coroutine that reads and writes by itself
+        self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        session = RouterSession()
+        try:
+            self._front.require_open()
+            await self._welcome(session, context)
+            self._sessions.add(session)
+            await self._live(session, context)
+        except PdserveError as error:
+            log.warning("session_failed", router_id=session.router_id, reason=str(error))
+            await abort(context, error)
+        finally:
+            self._end_session(session)
+
+    def on_step(self, step: StepDone) -> None:
+        """The hot path: one message a step for each session that has part in it."""
+        self._step = step.number
+        tickets = self._tickets
+        for prompt in step.prompts:  # computed here: complete without a transfer
+            self._on_ready(prompt.ticket, 0)
+        parts: dict[RouterSession, decode_pb2.SessionResponse] = {}
+        session: RouterSession | None = None
+        add: Any = None
+        for out in step.tokens:
+            ticket = tickets.get(out.ticket)
+            if ticket is None:
+                continue
+            ticket.tokens += 1
+            if ticket.session is not session:
+                session = ticket.session
+                add = self._part(parts, session).tokens.add
+            token = add(ticket=out.ticket, position=out.position).token
+            token.id = out.token
+            if out.logprobs is not None:
+                token.logprob = out.logprobs.logprob
+                for other, value in out.logprobs.top:
+                    token.top_logprobs.add(token_id=other, logprob=value)
+        for end in step.ends:
+            ticket = tickets.pop(end.ticket, None)
+            if ticket is None:
+                continue
+            self._part(parts, ticket.session).ends.add(
+                ticket=end.ticket, reason=end_reason_to_proto(end.reason), detail=end.detail
+            )
+            self._ended(ticket, end.reason)
+        for session, response in parts.items():
+            if not session.closed:
+                session.put(response)
+
+    def on_message(self, message: ReservedPages | TicketReady | KvCommitted) -> None:
+        match message:
+            case ReservedPages(ticket_id, attempt, held):
+                self._on_reserved(ticket_id, attempt, held)
+            case TicketReady(ticket_id, _, kv_bytes):
+                self._on_ready(ticket_id, kv_bytes)
+            case KvCommitted():
+                pass  # only a prefill engine says so
+
+    async def finished(self) -> None:
+        await self._idle.wait()
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.fail(Unavailable("the worker stops"))
+
+    async def _welcome(self, session: RouterSession, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        try:
+            async with asyncio.timeout(HELLO_DEADLINE):
+                first = await context.read()
+        except TimeoutError:
+            raise RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, "no hello came") from None
+        if not isinstance(first, decode_pb2.SessionRequest) or first.WhichOneof("command") != "hello":
+            raise InvalidRequest("hello", "a session begins with a hello")
+        version = agree(first.hello.protocol.min, first.hello.protocol.max)
+        session.router_id = first.hello.router_id
+        welcome = decode_pb2.SessionWelcome(
+            protocol_version=version, worker_id=self._front.worker_id, incarnation=self._front.incarnation
+        )
+        session.put(decode_pb2.SessionResponse(welcome=welcome))
+
+    async def _live(self, session: RouterSession, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        tasks = [
+            asyncio.create_task(self._read(session, context)),
+            asyncio.create_task(session.send_all(context)),
+            asyncio.create_task(session.failed.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if session.failure is not None:
+                raise session.failure
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, session: RouterSession, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while isinstance(request := await context.read(), decode_pb2.SessionRequest):
+            match request.WhichOneof("command"):
+                case "submit":
+                    self._submit(session, request.submit)
+                case "cancel":
+                    self._cancel(self._tickets.get(request.cancel.ticket), session)
+                case "hello":
+                    raise InvalidRequest("hello", "a second hello in one session")
+                case _:
+                    raise InvalidRequest("command", "unknown to this version")
+
+    def _submit(self, session: RouterSession, submit: decode_pb2.Submit) -> None:
+        try:
+            if not submit.ticket:
+                raise InvalidRequest("ticket", "must be set")
+            if submit.ticket in self._tickets:
+                raise InvalidRequest("ticket", "is here already, or has not ended yet")
+            spec = spec_from_proto(submit.sequence)
+            self._front.check(spec)
+            self._front.require_open()
+        except Unavailable as error:
+            self._refuse(session, submit.ticket, EndReason.DRAINING, str(error))
+            return
+        except InvalidRequest as error:
+            self._refuse(session, submit.ticket, EndReason.INVALID, str(error))
+            return
+        ticket = Ticket(submit.ticket, submit.attempt, spec, submit.prefill_worker_id or None, session, time.time_ns())
+        self._tickets[ticket.id] = ticket
+        self._idle.clear()
+        if ticket.peer is None and self._front.prefix is not None:
+            ticket.preparing = asyncio.create_task(self._prepare(ticket), name=f"prepare {ticket.id}")
+        else:
+            self._reserve(ticket, spec)
+
+    async def _prepare(self, ticket: Ticket) -> None:
+        """Fetch what the prefix cache has of a prompt that is computed here."""
+        assert self._front.prefix is not None
+        spec, began = ticket.spec, time.monotonic()
+        await self._front.prefix.prefetch(spec)
+        if spec.time_remaining is not None:
+            spec = replace(spec, time_remaining=max(0.001, spec.time_remaining - (time.monotonic() - began)))
+        ticket.preparing = None
+        self._reserve(ticket, spec)
+
+    def _reserve(self, ticket: Ticket, spec: SequenceSpec) -> None:
+        self._front.engine.send(Reserve(ticket.id, ticket.attempt, spec, ticket.peer))
+
+    def _cancel(self, ticket: Ticket | None, session: RouterSession) -> None:
+        if ticket is None or ticket.session is not session:
+            return
+        if ticket.preparing is None:
+            self._front.engine.send(CancelTicket(ticket.id))
+            return
+        ticket.preparing.cancel()
+        del self._tickets[ticket.id]
+        self._refuse(session, ticket.id, EndReason.CANCELLED, "")
+        self._ended(ticket, EndReason.CANCELLED)
+
+    def _refuse(self, session: RouterSession, ticket_id: str, reason: EndReason, detail: str) -> None:
+        """An end that the engine has no part in. It stands in a step of its own, under the newest step's number."""
+        end = decode_pb2.End(ticket=ticket_id, reason=end_reason_to_proto(reason), detail=detail)
+        session.put(decode_pb2.SessionResponse(step=decode_pb2.Step(number=self._step, ends=[end])))
+
+    def _end_session(self, session: RouterSession) -> None:
+        session.closed = True
+        self._sessions.discard(session)
+        mine = [ticket for ticket in self._tickets.values() if ticket.session is session]
+        for ticket in mine:
+            self._cancel(ticket, session)
+        if mine:
+            log.info("session_ended", router_id=session.router_id, cancelled=len(mine))
+
+    def _part(self, parts: dict[RouterSession, decode_pb2.SessionResponse], session: RouterSession) -> decode_pb2.Step:
+        response = parts.get(session)
+        if response is None:
+            response = parts[session] = decode_pb2.SessionResponse()
+            response.step.number = self._step
+        return response.step
+
+    def _on_reserved(self, ticket_id: str, attempt: int, held: int) -> None:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None:
+            return
+        ticket.reserved_ns = time.time_ns()
+        self._trace(names.SPAN_RESERVE, ticket, ticket.submitted_ns, ticket.reserved_ns, {names.CACHED_TOKENS: held})
+        reserved = decode_pb2.Reserved(ticket=ticket_id, attempt=attempt, tokens_held=held)
+        if not ticket.session.closed:
+            ticket.session.put(decode_pb2.SessionResponse(reserved=reserved))
+
+    def _on_ready(self, ticket_id: str, kv_bytes: int) -> None:
+        ticket = self._tickets.get(ticket_id)
+        if ticket is None:
+            return
+        ticket.ready_ns, ticket.kv_bytes = time.time_ns(), kv_bytes
+        ready = decode_pb2.Ready(ticket=ticket_id, attempt=ticket.attempt, kv_bytes=kv_bytes)
+        if not ticket.session.closed:
+            ticket.session.put(decode_pb2.SessionResponse(ready=ready))
+
+    def _ended(self, ticket: Ticket, reason: EndReason) -> None:
+        """The books after a ticket has left `_tickets`."""
+        if not self._tickets:
+            self._idle.set()
+        if ticket.ready_ns:
+            attributes = {names.TOKENS: ticket.tokens, names.END_REASON: str(reason), names.KV_BYTES: ticket.kv_bytes}
+            self._trace(names.SPAN_DECODE, ticket, ticket.ready_ns, time.time_ns(), attributes)
+        # What came from a prefill worker is that one's to store.
+        if ticket.peer is None and ticket.ready_ns and self._front.prefix is not None:
+            self._front.prefix.store_later(ticket.spec)
+
+    def _trace(self, name: str, ticket: Ticket, start: int, end: int, attributes: dict[str, Any]) -> None:
+        if ticket.spec.traceparent:
+            more = {names.TICKET: ticket.id, names.DECODE_WORKER: self._front.worker_id, **attributes}
+            record_span(name, start, end, ticket.spec.traceparent, more)
+
+
+def make_service(front: WorkerFront) -> tuple[DecodeServicer, Service]:
+    """The service for `run_worker`."""
+    servicer = DecodeServicer(front)
+    add = decode_pb2_grpc.add_DecodeServiceServicer_to_server
+    return servicer, (add, servicer, "pdserve.v1.DecodeService")

@@ -1,0 +1,263 @@
+"""PrefillService: one call is one prompt, from admission to the decode worker's commit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from opentelemetry.trace import Span
+from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError, Unavailable
+from pdserve.core.sequence import EndReason, SequenceSpec
+from pdserve.engine.outputs import ChunkDone, Ended, PromptDone, TokenOut
+from pdserve.rpc.convert import end_reason_to_proto, spec_from_proto, token_to_proto
+from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort
+from pdserve.rpc.server import Service
+from pdserve.telemetry import names
+from pdserve.telemetry.logs import log_request
+from pdserve.telemetry.tracing import Attributes, record_span, start_span, traceparent_of
+from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, sequence_pb2
+from pdserve.worker.front import WorkerFront
+from pdserve.worker.messages import CancelTicket, KvCommitted, ReservedPages, StartPrefill, StepDone, TicketReady
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    token: TokenOut
+    prompt: PromptDone | None
+    end: Ended | None
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A ticket from StartPrefill until the engine's Ended, which may come after its gRPC call is over."""
+
+    ticket: str
+    spec: SequenceSpec
+    peer: str | None
+    span: Span
+    events: asyncio.Queue[_First | KvCommitted | Ended | PdserveError] = field(default_factory=asyncio.Queue)
+    started: bool = False
+    first_chunk_ns: int = 0
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """pdserve.v1.PrefillService over a WorkerFront."""
+
+    def __init__(self, front: WorkerFront) -> None:
+        self._front = front
+        self._calls: dict[str, _Call] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        try:
+            call = self._admit(request)
+        except PdserveError as error:
+            await abort(context, error)
+        committed = False
+        link: asyncio.Task[None] | None = None
+        try:
+            with log_request(call.spec.request_id):
+                if call.peer is not None:
+                    link = asyncio.create_task(
+                        self._link(call, request.decode_endpoint), name=f"link for {call.ticket}"
+                    )
+                await self._start(call, request.attempt)
+                first = await self._first(call)
+                committed = first.end is not None
+                yield self._first_response(call, first)
+                if not committed and call.peer is not None:
+                    done = await self._committed(call)
+                    committed = True
+                    yield prefill_pb2.PrefillResponse(committed=prefill_pb2.PrefillCommitted(kv_bytes=done.kv_bytes))
+        except PdserveError as error:
+            log.info("prefill_failed", ticket=call.ticket, request_id=call.spec.request_id, reason=str(error))
+            await abort(context, error)
+        finally:
+            if link is not None:
+                link.cancel()
+            self._release(call, committed)
+
+    def on_step(self, step: StepDone) -> None:
+        for chunk in step.chunks:
+            self._on_chunk(chunk)
+        if not (step.tokens or step.ends):
+            return
+        prompts = {prompt.ticket: prompt for prompt in step.prompts}
+        ends = {end.ticket: end for end in step.ends}
+        for token in step.tokens:
+            if (call := self._calls.get(token.ticket)) is not None:
+                call.events.put_nowait(_First(token, prompts.get(token.ticket), ends.pop(token.ticket, None)))
+        for end in step.ends:
+            call = self._calls.pop(end.ticket, None)
+            if call is not None and end.ticket in ends:  # else it went with the token
+                call.events.put_nowait(end)
+        if not self._calls:
+            self._idle.set()
+
+    def on_message(self, message: ReservedPages | TicketReady | KvCommitted) -> None:
+        call = self._calls.get(message.ticket)
+        if call is not None and isinstance(message, KvCommitted):
+            call.events.put_nowait(message)
+
+    async def finished(self) -> None:
+        await self._idle.wait()
+
+    def close(self) -> None:
+        for call in self._calls.values():
+            call.events.put_nowait(Unavailable("the worker stops"))
+
+    def _admit(self, request: prefill_pb2.PrefillRequest) -> _Call:
+        front = self._front
+        front.require_open()
+        if not request.ticket:
+            raise InvalidRequest("ticket", "must be set")
+        peer = request.decode_worker_id or None
+        if peer is not None and not request.decode_endpoint:
+            raise InvalidRequest("decode_endpoint", "must be set with decode_worker_id")
+        spec = spec_from_proto(request.sequence)
+        front.check(spec)
+        if request.ticket in self._calls:
+            raise RpcError(grpc.StatusCode.ABORTED, "this ticket is here already, or has not ended yet")
+        span = start_span(names.SPAN_PREFILL, spec.traceparent, {names.TICKET: request.ticket})
+        span.set_attributes({names.ATTEMPT: request.attempt, names.PREFILL_WORKER: front.worker_id})
+        call = self._calls[request.ticket] = _Call(request.ticket, spec, peer, span)
+        self._idle.clear()
+        return call
+
+    async def _link(self, call: _Call, endpoint: str) -> None:
+        """Have the link up by the time the first frames exist; computing does not wait for it."""
+        assert call.peer is not None
+        try:
+            await self._front.links.open(endpoint, call.peer)
+        except PdserveError as error:
+            call.events.put_nowait(Unavailable(f"no link to {call.peer}: {error}"))
+
+    async def _start(self, call: _Call, attempt: int) -> None:
+        spec = call.spec
+        if self._front.prefix is not None:
+            began = time.monotonic()
+            await self._front.prefix.prefetch(spec)
+            if spec.time_remaining is not None:
+                spec = replace(spec, time_remaining=max(0.001, spec.time_remaining - (time.monotonic() - began)))
+        call.started = True
+        self._front.engine.send(StartPrefill(call.ticket, attempt, spec, call.peer))
+
+    async def _first(self, call: _Call) -> _First:
+        while True:
+            event = await call.events.get()
+            if isinstance(event, _First):
+                return event
+            if isinstance(event, Ended):
+                raise self._error(call, event)
+            if isinstance(event, PdserveError):
+                raise event
+
+    async def _committed(self, call: _Call) -> KvCommitted:
+        while True:
+            event = await call.events.get()
+            if isinstance(event, KvCommitted):
+                self._trace_transfer(call, event.kv_bytes)
+                return event
+            if isinstance(event, Ended):
+                raise self._error(call, event)
+            if isinstance(event, PdserveError):
+                raise event
+
+    def _first_response(self, call: _Call, first: _First) -> prefill_pb2.PrefillResponse:
+        token, prompt = first.token, first.prompt
+        logprobs = token.logprobs
+        message = prefill_pb2.FirstToken(
+            token=sequence_pb2.StepToken(
+                ticket=token.ticket,
+                position=token.position,
+                token=token_to_proto(
+                    token.token, logprobs.logprob if logprobs else None, logprobs.top if logprobs else ()
+                ),
+            )
+        )
+        if first.end is not None:
+            message.end = end_reason_to_proto(first.end.reason)
+        if prompt is not None:
+            message.cached_tokens, message.blocks_reused = prompt.cached_tokens, prompt.blocks_reused
+            message.queued_ms, message.compute_ms = 1e3 * prompt.queued, 1e3 * prompt.compute
+            call.span.set_attribute(names.CACHED_TOKENS, prompt.cached_tokens)
+            if self._front.prefix is not None:
+                computed = len(call.spec.token_ids) - prompt.cached_tokens
+                self._front.prefix.observe_prefill(computed, prompt.compute)
+        call.span.set_attribute(names.TOKENS, len(call.spec.token_ids))
+        call.span.end()
+        return prefill_pb2.PrefillResponse(first_token=message)
+
+    def _release(self, call: _Call, committed: bool) -> None:
+        """The gRPC call is over, however: stop the work where it goes on, keep the prompt where it is done."""
+        call.span.end()
+        if not call.started:
+            self._calls.pop(call.ticket, None)
+            if not self._calls:
+                self._idle.set()
+        elif committed:
+            if self._front.prefix is not None:
+                self._front.prefix.store_later(call.spec)
+        elif call.ticket in self._calls:
+            self._front.engine.send(CancelTicket(call.ticket))
+
+    def _error(self, call: _Call, end: Ended) -> PdserveError:
+        detail = end.detail or end.reason
+        match end.reason:
+            case EndReason.NO_CAPACITY:
+                return NoCapacity(detail)
+            case EndReason.DEADLINE:
+                return DeadlineExceeded(detail)
+            case EndReason.INVALID:
+                return InvalidRequest("sequence", detail)
+            case EndReason.CANCELLED:
+                return RpcError(grpc.StatusCode.CANCELLED, detail)
+            case EndReason.TRANSFER_FAILED if call.peer is not None and self._front.links.is_up(call.peer):
+                return RpcError(grpc.StatusCode.ABORTED, detail)  # the link lives, so the other side closed the ticket
+            case EndReason.TRANSFER_FAILED | EndReason.DRAINING:
+                return Unavailable(detail)
+            case EndReason.PREEMPTED:
+                return RpcError(grpc.StatusCode.ABORTED, f"preempted: {detail}")
+            case _:
+                return RpcError(grpc.StatusCode.INTERNAL, f"the engine ended the ticket: {detail}")
+
+    def _on_chunk(self, chunk: ChunkDone) -> None:
+        call = self._calls.get(chunk.ticket)
+        if call is None:
+            return
+        call.first_chunk_ns = call.first_chunk_ns or chunk.end
+        if call.span.is_recording():
+            record_span(
+                names.SPAN_PREFILL_CHUNK,
+                chunk.start,
+                chunk.end,
+                traceparent_of(call.span),
+                {names.TOKENS: chunk.tokens},
+            )
+
+    def _trace_transfer(self, call: _Call, kv_bytes: int) -> None:
+        attributes: Attributes = {
+            names.TICKET: call.ticket,
+            names.KV_BYTES: kv_bytes,
+            names.DECODE_WORKER: call.peer or "",
+        }
+        now = time.time_ns()
+        record_span(names.SPAN_TRANSFER, call.first_chunk_ns or now, now, call.spec.traceparent, attributes)
+
+
+def make_service(front: WorkerFront) -> tuple[PrefillServicer, Service]:
+    """The service for `run_worker`."""
+    servicer = PrefillServicer(front)
+    add = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
+    return servicer, (add, servicer, "pdserve.v1.PrefillService")

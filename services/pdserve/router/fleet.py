@@ -1,0 +1,217 @@
+"""The fleet as this router sees it: which endpoints there are, and views of their workers for the policies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Self
+
+import structlog
+from pdserve.core.errors import ConfigError
+from pdserve.core.hashing import block_hashes, root_hash
+from pdserve.core.layout import KVLayout
+from pdserve.policy.fleet import FleetView, Role
+from pdserve.router.config import RouterSettings
+from pdserve.router.models import ModelFacts, Models, ServedModel
+from pdserve.router.worker import Worker
+
+log = structlog.get_logger(__name__)
+
+# About a millisecond of hashing; above it a thread does it.
+LONG_PROMPT = 8192
+
+
+class Fleet:
+    """Follows every worker while its scope is open.
+
+    Callbacks run on the loop and must not block: `on_change` for whatever workers report, `on_membership` only when
+    one comes, goes or starts to drain.
+    """
+
+    def __init__(self, settings: RouterSettings, models: Models) -> None:
+        self.router_id = f"router-{secrets.token_hex(4)}"
+        self.on_change: list[Callable[[], None]] = []
+        self.on_membership: list[Callable[[], None]] = []
+        self._settings = settings
+        self._models = models
+        self._targets = [parse_target(target) for target in settings.worker]
+        self._workers: dict[str, Worker] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._resolver: asyncio.Task[None] | None = None
+        self._members = asyncio.Event()
+        self._warned: set[str] = set()
+
+    async def __aenter__(self) -> Self:
+        self._apply({f"{_bracket(host)}:{port}" for host, port in self._targets if not _needs_resolving(host)})
+        if any(_needs_resolving(host) for host, _ in self._targets):
+            self._resolver = asyncio.create_task(self._resolve_always(), name="resolver")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [*self._tasks.values(), *([self._resolver] if self._resolver else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def workers(self) -> Iterable[Worker]:
+        return self._workers.values()
+
+    def by_id(self, worker_id: str) -> Worker | None:
+        """The connected worker of that id."""
+        return next((worker for worker in self.workers if worker.connected and worker.worker_id == worker_id), None)
+
+    def of(self, model: ServedModel) -> list[Worker]:
+        """The workers of `model`, connected ones first; each id once, also where two names lead to one worker."""
+        found: dict[str, Worker] = {}
+        for worker in sorted(self.workers, key=lambda worker: not worker.connected):
+            if worker.snapshot and worker.snapshot.model in model.aliases:
+                found.setdefault(worker.worker_id, worker)
+        return list(found.values())
+
+    def view(self, model: ServedModel) -> FleetView:
+        """An immutable view of the workers of `model`."""
+        views = (worker.view() for worker in self.of(model))
+        return FleetView(tuple(view for view in views if view is not None), self.unanswered)
+
+    @property
+    def unanswered(self) -> tuple[str, ...]:
+        """Endpoints of unknown role that may still be starting: new ones, and those that say so."""
+        alive = time.monotonic() - self._settings.startup_seconds
+        return tuple(w.endpoint for w in self.workers if w.snapshot is None and w.alive_at > alive)
+
+    def facts(self, model: ServedModel) -> ModelFacts | None:
+        """What the workers of `model` said about it, also those that are down; None: none ever spoke."""
+        snapshots = [worker.snapshot for worker in self.of(model) if worker.role is not None and worker.snapshot]
+        if not snapshots:
+            return None
+        return ModelFacts(min(s.max_model_len for s in snapshots), min(s.vocab_size for s in snapshots))
+
+    def serves(self, model: ServedModel) -> bool:
+        """Whether a request for `model` could be placed now, room aside."""
+        view = self.view(model)
+        prefill = view.of(Role.PREFILL)
+        if not any(worker.usable for worker in view.of(Role.DECODE)):
+            return False
+        return any(worker.usable for worker in prefill) or not (prefill or view.unanswered)
+
+    async def hash_prompt(self, model: ServedModel, tokens: tuple[int, ...], salt: str) -> dict[KVLayout, list[bytes]]:
+        """Block hashes of `tokens` for each layout that workers of `model` have."""
+        layouts = {worker.layout for worker in self.of(model) if worker.layout is not None}
+
+        def compute() -> dict[KVLayout, list[bytes]]:
+            return {layout: block_hashes(root_hash(layout, salt), tokens, layout.block_size) for layout in layouts}
+
+        return compute() if len(tokens) < LONG_PROMPT else await asyncio.to_thread(compute)
+
+    def held(self, model: ServedModel, hashes: Mapping[KVLayout, list[bytes]]) -> dict[str, int]:
+        """Worker id -> leading blocks of a prompt in its cache; workers without any are left out."""
+        counts = {
+            worker.worker_id: worker.leading_blocks(hashes[worker.layout])
+            for worker in self.of(model)
+            if worker.layout is not None and worker.layout in hashes
+        }
+        return {worker_id: count for worker_id, count in counts.items() if count}
+
+    async def wait_membership(self, timeout: float) -> None:
+        """Return when a worker comes, goes or starts to drain, or after `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._members.wait()
+
+    def changed(self, membership: bool = True) -> None:
+        """Tell everybody who waits that the view is another one."""
+        if membership:
+            members, self._members = self._members, asyncio.Event()
+            members.set()
+        for callback in (*self.on_change, *(self.on_membership if membership else ())):
+            callback()
+
+    def follow(self, endpoint: str) -> None:
+        """Follow one more worker, by host:port."""
+        self._apply({endpoint})
+
+    def _apply(self, endpoints: Set[str], replaced: Set[str] = frozenset()) -> None:
+        """Follow `endpoints`; stop following those of `replaced` that are gone and not connected."""
+        for endpoint in sorted(endpoints - self._workers.keys()):
+            worker = Worker(endpoint, self.router_id, self._settings.lease_seconds, self._on_worker_change)
+            self._workers[endpoint] = worker
+            self._tasks[endpoint] = asyncio.create_task(worker.run(), name=f"worker {endpoint}")
+        for endpoint in sorted((replaced - endpoints) & self._workers.keys()):
+            if not self._workers[endpoint].connected:
+                self._tasks.pop(endpoint).cancel()
+                del self._workers[endpoint]
+                self.changed()
+
+    def _on_worker_change(self, membership: bool) -> None:
+        for worker in self.workers if membership else ():
+            if worker.snapshot is None or worker.role is None or worker.snapshot.incarnation in self._warned:
+                continue
+            if self._models.announced_as(worker.snapshot.model) is None:
+                self._warned.add(worker.snapshot.incarnation)
+                served = [model.name for model in self._models]
+                log.warning(
+                    "worker_without_model", worker_id=worker.worker_id, model=worker.snapshot.model, served=served
+                )
+        self.changed(membership)
+
+    async def _resolve_always(self) -> None:
+        """Names change what they stand for without telling, so they are asked again and again."""
+        before: set[str] = set()
+        while True:
+            now: set[str] = set()
+            complete = True
+            for host, port in self._targets:
+                if _needs_resolving(host):
+                    found = await _resolve(host, port, self._settings.resolve_seconds)
+                    now |= found
+                    complete = complete and bool(found)
+            # A name server's outage must not take the fleet away.
+            self._apply(now, before if complete else set())
+            for endpoint in now - before:
+                self._workers[endpoint].retry_now()
+            before = now if complete else before | now
+            await asyncio.sleep(self._settings.resolve_seconds)
+
+
+def parse_target(target: str) -> tuple[str, int]:
+    """``host:port``, IPv6 hosts in brackets. Raises ConfigError."""
+    host, _, port = target.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"worker {target!r} must be host:port")
+    return host, int(port)
+
+
+def _needs_resolving(host: str) -> bool:
+    if host == "localhost":  # one machine, whatever it resolves to
+        return False
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False
+
+
+async def _resolve(host: str, port: int, timeout: float) -> set[str]:
+    """Endpoints behind a name; empty when it cannot be resolved. IPv4 where there is any: a host is to be met once."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout):
+            entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError) as error:
+        log.warning("name_unresolved", host=host, error=str(error) or "timeout")
+        return set()
+    addresses = {(family, str(address[0])) for family, _, _, _, address in entries}
+    families = {family for family, _ in addresses}
+    wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+    return {f"{_bracket(address)}:{port}" for family, address in addresses if family is wanted}
+
+
+def _bracket(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

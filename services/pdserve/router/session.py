@@ -1,0 +1,103 @@
+"""This router's shared stream to one decode worker: commands up, events down to each ticket's sink."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+from pdserve.core.errors import Unavailable
+from pdserve.core.sequence import SequenceSpec
+from pdserve.router.events import Ended, Lost, NewToken, Ready, Reserved, Sink
+from pdserve.rpc.convert import end_reason_from_proto, spec_to_proto
+from pdserve.rpc.versions import our_versions
+from pdserve.v1 import decode_pb2, decode_pb2_grpc
+
+
+class DecodeSession:
+    """One session. Whoever opens it runs `run` until it raises, and must `close` it: that tells every ticket."""
+
+    def __init__(self, channel: grpc.aio.Channel, router_id: str, patience: float) -> None:
+        """`patience`, in seconds, bounds the handshake and each write."""
+        self.worker_id = ""
+        self.incarnation = ""
+        self._call = decode_pb2_grpc.DecodeServiceStub(channel).Session()
+        self._router_id = router_id
+        self._patience = patience
+        self._sinks: dict[str, Sink] = {}
+        self._commands: asyncio.Queue[decode_pb2.SessionRequest] = asyncio.Queue()
+        self._closed: str | None = None
+
+    async def open(self) -> None:
+        """Greet the worker. Raises Unavailable or grpc's error."""
+        hello = decode_pb2.SessionHello(protocol=our_versions(), router_id=self._router_id)
+        async with asyncio.timeout(self._patience):
+            await self._call.write(decode_pb2.SessionRequest(hello=hello))
+            answer = await self._call.read()
+        if not isinstance(answer, decode_pb2.SessionResponse) or not answer.HasField("welcome"):
+            raise Unavailable("the decode worker did not welcome the session")
+        self.worker_id, self.incarnation = answer.welcome.worker_id, answer.welcome.incarnation
+
+    async def run(self) -> None:
+        """Carry commands and events until the stream ends, which raises."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read())
+            tasks.create_task(self._write())
+
+    def submit(self, ticket: str, attempt: int, spec: SequenceSpec, prefill_worker_id: str, sink: Sink) -> None:
+        """Ask for a reservation. Its events go to `sink` until Ended, Lost or `cancel`."""
+        if self._closed is not None:
+            sink(Lost(self._closed))
+            return
+        self._sinks[ticket] = sink
+        submit = decode_pb2.Submit(
+            ticket=ticket, attempt=attempt, sequence=spec_to_proto(spec), prefill_worker_id=prefill_worker_id
+        )
+        self._commands.put_nowait(decode_pb2.SessionRequest(submit=submit))
+
+    def cancel(self, ticket: str) -> None:
+        """End a ticket, if it has not ended. No event follows."""
+        if self._sinks.pop(ticket, None) is not None and self._closed is None:
+            self._commands.put_nowait(decode_pb2.SessionRequest(cancel=decode_pb2.Cancel(ticket=ticket)))
+
+    def close(self, reason: str) -> None:
+        """End the stream and every ticket on it. May be called again."""
+        if self._closed is not None:
+            return
+        self._closed = reason
+        self._call.cancel()
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink(Lost(reason))
+
+    async def _write(self) -> None:
+        while True:
+            command = await self._commands.get()
+            async with asyncio.timeout(self._patience):
+                await self._call.write(command)
+
+    async def _read(self) -> None:
+        # Not iterated: grpc.aio does not let the two styles mix, and `open` reads.
+        while isinstance(response := await self._call.read(), decode_pb2.SessionResponse):
+            kind = response.WhichOneof("event")
+            if kind == "step":
+                self._step(response.step)
+            elif kind == "reserved":
+                self._tell(response.reserved.ticket, Reserved(response.reserved.tokens_held))
+            elif kind == "ready":
+                self._tell(response.ready.ticket, Ready(response.ready.kv_bytes))
+        raise Unavailable("the decode worker ended the session")
+
+    def _step(self, step: decode_pb2.Step) -> None:
+        for item in step.tokens:
+            self._tell(item.ticket, NewToken(item.position, item.token))
+        for end in step.ends:
+            sink = self._sinks.pop(end.ticket, None)
+            reason = end_reason_from_proto(end.reason)
+            if sink is not None and reason is not None:
+                sink(Ended(reason, end.detail))
+
+    def _tell(self, ticket: str, event: Reserved | Ready | NewToken) -> None:
+        # Tickets that were cancelled may still be spoken of for a while.
+        sink = self._sinks.get(ticket)
+        if sink is not None:
+            sink(event)

@@ -1,0 +1,129 @@
+"""Text to tokens: the model's own tokenizer and chat template. Long inputs are worked on off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pdserve.core.errors import InvalidRequest, ModelError
+from tokenizers import Tokenizer
+
+# About a millisecond of tokenizing; above it a thread does it (tokenizers lets go of the GIL).
+LONG_TEXT = 4096
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TextCodec:
+    """A model folder's tokenizer and chat template. Immutable after loading; may be used from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str | None, special_tokens: Mapping[str, str]) -> None:
+        tokenizer.no_truncation()  # both can be left behind in tokenizer.json by training code
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self._special_tokens = dict(special_tokens)
+        self._template: jinja2.Template | None = None
+        self._template_error = "the model has no chat template"
+        self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        if template is not None:
+            try:
+                self._template = _environment().from_string(template)
+            except jinja2.TemplateError as error:
+                # The model still serves plain prompts; only a chat is refused, with the reason.
+                self._template_error = f"the model's chat template is broken: {error}"
+
+    @classmethod
+    def load(cls, folder: Path) -> TextCodec:
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError naming the file."""
+        path = folder / "tokenizer.json"
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise ModelError(f"{path}: cannot be read as a tokenizer: {error}") from error
+        config = read_json(folder / "tokenizer_config.json")
+        template_file = folder / "chat_template.jinja"
+        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {entry["name"]: entry["template"] for entry in template}
+            template = named.get("default")
+        special = {name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None}
+        return cls(tokenizer, template, special)
+
+    def require_plausible(self, text: str, max_tokens: int, field: str) -> None:
+        """Raise InvalidRequest for text that cannot be as short as `max_tokens` tokens, before work is spent on it."""
+        least = len(text) // self._longest
+        if least > max_tokens:
+            raise InvalidRequest(field, f"at least {least} tokens, but max_model_len is {max_tokens}")
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`."""
+
+        def encode() -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+        return encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
+
+    async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation as the model's prompt text. Raises InvalidRequest for what its template cannot take."""
+        size = sum(len(message["content"]) for message in messages)
+        return self._render(messages) if size < LONG_TEXT else await asyncio.to_thread(self._render, messages)
+
+    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        if self._template is None:
+            raise InvalidRequest("chat", self._template_error)
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
+        except Exception as error:  # a template is a program: it can fail in any way, and the input made it do so
+            raise InvalidRequest("chat.messages", f"the model's chat template refuses them: {error}") from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %}`` marks the assistant's text for training; here it is just its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's interface
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)  # jinja2's own escapes for HTML
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _token_text(token: Any) -> str:
+    """A special token, written as a string or as an added token's fields."""
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. Raises ModelError for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: must hold an object")
+    return content

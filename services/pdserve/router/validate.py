@@ -1,0 +1,155 @@
+"""A request at the door: everything that is wrong with it is found here, before anything is spent on it."""
+
+from __future__ import annotations
+
+import secrets
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.sequence import SequenceSpec
+from pdserve.router.models import ModelFacts, ServedModel
+from pdserve.v1 import inference_pb2
+
+MAX_REQUEST_ID = 128
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """A request with no value unset, but for `spec`'s deadline and traceparent: each dispatch sets those."""
+
+    model: ServedModel
+    facts: ModelFacts
+    spec: SequenceSpec
+    stops: tuple[str, ...]
+    skip_special_tokens: bool
+    operation: str
+
+
+async def resolve(
+    request: inference_pb2.GenerateRequest, model: ServedModel, facts: ModelFacts, request_id: str = ""
+) -> ResolvedRequest:
+    """Check and complete `request`; `request_id` is used where it has none. Raises InvalidRequest, naming the field."""
+    name = resolve_request_id(request.request_id or request_id)
+    stops = _check_stops(request.stopping.stop)
+    params = _sampling(request, model.defaults)
+    # Before tokenizing, with the largest max_tokens that could be: everything but the lengths is final.
+    explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
+    replace(params, max_tokens=facts.max_model_len if explicit is None else explicit).check(facts.vocab_size)
+    tokens, field = await _prompt(request, model, facts)
+    room = facts.max_model_len - len(tokens)
+    if room < 1:
+        raise InvalidRequest(
+            field, f"{len(tokens)} tokens leave no room for an answer: max_model_len is {facts.max_model_len}"
+        )
+    if explicit is not None and explicit > room:
+        raise InvalidRequest(
+            "stopping.max_tokens",
+            f"a prompt of {len(tokens)} tokens and max_tokens {explicit} make {len(tokens) + explicit}, "
+            f"but max_model_len is {facts.max_model_len}",
+        )
+    params = replace(params, max_tokens=room if explicit is None else explicit)
+    params.check(facts.vocab_size)
+    spec = SequenceSpec(
+        request_id=name,
+        token_ids=tuple(tokens),
+        prompt_len=len(tokens),
+        params=params,
+        eos_token_ids=model.eos_token_ids,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
+    response = request.response
+    skip = response.skip_special_tokens if response.HasField("skip_special_tokens") else True
+    return ResolvedRequest(model, facts, spec, stops, skip, "chat" if field.startswith("chat") else "text_completion")
+
+
+def resolve_request_id(request_id: str) -> str:
+    """The caller's id, checked, or a new one."""
+    if not request_id:
+        return f"req-{secrets.token_hex(12)}"
+    if len(request_id) > MAX_REQUEST_ID:
+        raise InvalidRequest("request_id", f"at most {MAX_REQUEST_ID} characters, got {len(request_id)}")
+    if not all(" " <= character <= "~" for character in request_id):
+        raise InvalidRequest("request_id", "must be printable ASCII")
+    return request_id
+
+
+def _check_stops(stops: Iterable[str]) -> tuple[str, ...]:
+    found = tuple(stops)
+    if len(found) > MAX_STOPS:
+        raise InvalidRequest("stopping.stop", f"at most {MAX_STOPS} strings, got {len(found)}")
+    for stop in found:
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidRequest(
+                "stopping.stop", f"a string must have 1 to {MAX_STOP_LENGTH} characters, got {len(stop)}"
+            )
+    return found
+
+
+def _sampling(request: inference_pb2.GenerateRequest, defaults: SamplingParams) -> SamplingParams:
+    """What the request sets over the model's defaults; the seed is drawn where it is unset."""
+    sampling, stopping, response = request.sampling, request.stopping, request.response
+
+    def pick(name: str) -> float:
+        value: float = getattr(sampling if sampling.HasField(name) else defaults, name)  # type: ignore[arg-type]
+        return value
+
+    return SamplingParams(
+        temperature=pick("temperature"),
+        top_k=int(pick("top_k")),
+        top_p=pick("top_p"),
+        min_p=pick("min_p"),
+        presence_penalty=pick("presence_penalty"),
+        frequency_penalty=pick("frequency_penalty"),
+        repetition_penalty=pick("repetition_penalty"),
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        min_tokens=stopping.min_tokens,
+        stop_token_ids=tuple(stopping.stop_token_ids),
+        ignore_eos=stopping.ignore_eos,
+        logprobs=response.logprobs if response.HasField("logprobs") else None,
+    )
+
+
+async def _prompt(
+    request: inference_pb2.GenerateRequest, model: ServedModel, facts: ModelFacts
+) -> tuple[list[int], str]:
+    """The prompt's token ids, and the field that it came in."""
+    kind = request.WhichOneof("prompt")
+    if kind == "token_ids":
+        field = "token_ids.ids"
+        tokens = list(request.token_ids.ids)
+        outside = next((token for token in tokens if token >= facts.vocab_size), None)
+        if outside is not None:
+            raise InvalidRequest(field, f"token id {outside} is outside the vocabulary of {facts.vocab_size}")
+    elif kind == "text":
+        field = "text"
+        model.codec.require_plausible(request.text, facts.max_model_len, field)
+        tokens = await model.codec.encode(request.text)
+    elif kind == "chat":
+        field = "chat.messages"
+        tokens = await _chat(request.chat, model, facts)
+    else:
+        raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
+    if not tokens:
+        raise InvalidRequest(field, "must not be empty")
+    if max(tokens) >= facts.vocab_size:
+        raise InvalidRequest(field, f"the tokenizer knows token id {max(tokens)}, the model only {facts.vocab_size}")
+    return tokens, field
+
+
+async def _chat(chat: inference_pb2.Chat, model: ServedModel, facts: ModelFacts) -> list[int]:
+    if not chat.messages:
+        raise InvalidRequest("chat.messages", "must not be empty")
+    for index, message in enumerate(chat.messages):
+        if not message.role or any(unicodedata.category(character) == "Cc" for character in message.role):
+            raise InvalidRequest(f"chat.messages[{index}].role", "must be a name such as 'user'")
+    messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+    text = await model.codec.render(messages)
+    model.codec.require_plausible(text, facts.max_model_len, "chat.messages")
+    return await model.codec.encode(text, add_special_tokens=False)

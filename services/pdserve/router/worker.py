@@ -1,0 +1,242 @@
+"""One worker as this router follows it: Watch and, for a decode worker, the session, up and down together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable
+
+import grpc.aio
+import structlog
+from pdserve.core.errors import PdserveError, Unavailable
+from pdserve.core.layout import KVLayout
+from pdserve.policy.fleet import Role, WorkerView
+from pdserve.router.ledger import Ledger
+from pdserve.router.session import DecodeSession
+from pdserve.rpc.channel import CLIENT_OPTIONS
+from pdserve.rpc.convert import layout_from_proto
+from pdserve.rpc.errors import error_from_call, from_server
+from pdserve.rpc.versions import our_versions
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+BACKOFF_FIRST = 0.1  # seconds
+BACKOFF_MAX = 2.0
+BACKOFF_STARTING = 0.3  # the limit for one that never answered: it is probably about to
+# A worker's index is bounded by its blocks, and that by this, whatever it claims.
+MAX_INDEX = 1 << 20
+_ROLES = {worker_pb2.ROLE_PREFILL: Role.PREFILL, worker_pb2.ROLE_DECODE: Role.DECODE}
+
+
+class Worker:
+    """State of one endpoint. Without a connection `snapshot` and `load` are the last that was known.
+
+    `reports` counts what the worker told of its load, over all connections.
+    """
+
+    def __init__(self, endpoint: str, router_id: str, lease: float, on_change: Callable[[bool], None]) -> None:
+        """`lease`, in seconds, is the silence that ends a connection. `on_change` is called after each
+        change; its argument says whether the worker came, went or started to drain."""
+        self.endpoint = endpoint
+        self.snapshot: worker_pb2.WorkerSnapshot | None = None
+        self.load = worker_pb2.WorkerLoad()
+        self.layout: KVLayout | None = None
+        self.hashes: dict[bytes, None] = {}
+        self.ledger = Ledger()
+        self.connected = False
+        self.draining = False
+        self.reports = 0
+        self.alive_at = time.monotonic()  # when something there last spoke, be it to say that it is not ready
+        self.channel: grpc.aio.Channel | None = None
+        self.session: DecodeSession | None = None
+        self._router_id = router_id
+        self._lease = lease
+        self._on_change = on_change
+        self._sequence = 0
+        self._retry_now = asyncio.Event()
+
+    @property
+    def worker_id(self) -> str:
+        return self.snapshot.worker_id if self.snapshot else ""
+
+    @property
+    def role(self) -> Role | None:
+        return _ROLES.get(self.snapshot.role) if self.snapshot else None
+
+    def view(self) -> WorkerView | None:
+        """This worker for policies; None while its role or layout is unknown, or not one that requests go to."""
+        snapshot, load, ledger, role = self.snapshot, self.load, self.ledger, self.role
+        if snapshot is None or role is None or self.layout is None:
+            return None
+        return WorkerView(
+            worker_id=snapshot.worker_id,
+            role=role,
+            layout=self.layout,
+            max_num_seqs=snapshot.max_num_seqs,
+            max_num_batched_tokens=snapshot.max_num_batched_tokens,
+            total_blocks=snapshot.total_blocks,
+            available_blocks=load.free_blocks + load.cached_blocks,
+            connected=self.connected,
+            draining=self.draining,
+            in_flight_blocks=ledger.in_flight_blocks,
+            outstanding_tokens=ledger.outstanding_tokens,
+            prefill_tokens=ledger.prefill_tokens,
+            sequences=ledger.sequences,
+            placed=ledger.placed,
+            reported_sequences=load.running + load.waiting,
+            reported_prefill_tokens=load.pending_prefill_tokens,
+            reported_owned_blocks=load.owned_blocks + load.reserved_blocks,
+        )
+
+    def leading_blocks(self, hashes: list[bytes]) -> int:
+        """How many of the first `hashes` this worker has in its cache."""
+        return next((index for index, digest in enumerate(hashes) if digest not in self.hashes), len(hashes))
+
+    def retry_now(self) -> None:
+        """Cut the wait before the next connection short: something hints that the worker is there."""
+        self._retry_now.set()
+
+    async def run(self) -> None:
+        """Keep a connection up, for ever; the owner cancels it."""
+        backoff = BACKOFF_FIRST
+        while True:
+            reached = False
+            try:
+                reached = await self._connect()
+            except Exception as error:
+                log.error("worker_failed", endpoint=self.endpoint, error=repr(error), exc_info=error)
+            limit = BACKOFF_MAX if self.snapshot else BACKOFF_STARTING
+            backoff = BACKOFF_FIRST if reached else min(limit, 2 * backoff)
+            self._retry_now.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(backoff * random.uniform(0.75, 1.25)):
+                    await self._retry_now.wait()
+
+    async def _connect(self) -> bool:
+        """One connection from its beginning to its end. True when it came up at all."""
+        watch: grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse] | None = None
+        session: DecodeSession | None = None
+        reached, reason = False, "closed"
+        hello = worker_pb2.WatchRequest(protocol=our_versions())
+        try:
+            async with _lease_channel(self.endpoint, self._lease) as channel:
+                try:
+                    watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(hello)
+                    async with asyncio.timeout(self._lease):
+                        first = await watch.read()
+                    if not isinstance(first, worker_pb2.WatchResponse) or not first.HasField("snapshot"):
+                        raise Unavailable("Watch did not begin with a snapshot")
+                    if first.snapshot.role == worker_pb2.ROLE_DECODE:
+                        session = DecodeSession(channel, self._router_id, self._lease)
+                        await session.open()
+                        if session.incarnation != first.snapshot.incarnation:
+                            raise Unavailable("the worker restarted between Watch and Session")
+                    self._up(first.snapshot, channel, session)
+                    reached = True
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(self._follow(watch))
+                        if session is not None:
+                            tasks.create_task(session.run())
+                finally:
+                    # The view first: whoever hears of a lost ticket must not be sent here again.
+                    self.connected, self.channel, self.session = False, None, None
+                    if watch is not None:
+                        watch.cancel()
+                    if session is not None:
+                        session.close(f"connection to {self.worker_id} lost")
+        except* (grpc.aio.AioRpcError, PdserveError, TimeoutError, OSError, asyncio.InvalidStateError) as group:
+            reason = "; ".join(_say(error) for error in _leaves(group))
+            if any(isinstance(error, grpc.aio.AioRpcError) and from_server(error) for error in _leaves(group)):
+                self.alive_at = time.monotonic()
+        if reached:
+            log.warning("worker_lost", endpoint=self.endpoint, worker_id=self.worker_id, reason=reason)
+            self._on_change(True)
+        else:
+            log.debug("worker_unreachable", endpoint=self.endpoint, reason=reason)
+            if self.snapshot is None:
+                self._on_change(True)  # who waits for this endpoint may give it up now
+        return reached
+
+    def _up(
+        self, snapshot: worker_pb2.WorkerSnapshot, channel: grpc.aio.Channel, session: DecodeSession | None
+    ) -> None:
+        self._take_snapshot(snapshot)
+        self.ledger = Ledger()
+        self.channel, self.session, self.connected = channel, session, True
+        log.info(
+            "worker_up",
+            endpoint=self.endpoint,
+            worker_id=snapshot.worker_id,
+            incarnation=snapshot.incarnation,
+            role=worker_pb2.Role.Name(snapshot.role),
+            model=snapshot.model,
+        )
+        self._on_change(True)
+
+    def _take_snapshot(self, snapshot: worker_pb2.WorkerSnapshot) -> None:
+        # A prefix cache has no layout of its own; of the others one that cannot be is an error.
+        self.layout = layout_from_proto(snapshot.layout) if snapshot.role in _ROLES else None
+        self.snapshot, self.draining = snapshot, snapshot.draining
+        self.load = worker_pb2.WorkerLoad(free_blocks=snapshot.total_blocks)  # until it reports
+        self.hashes = {}
+        self._sequence = 0
+        self.reports += 1
+
+    async def _follow(self, watch: grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]) -> None:
+        while True:
+            # Workers send a delta at least every second, so that silence means that nobody is at work there.
+            async with asyncio.timeout(self._lease):
+                response = await watch.read()
+            if not isinstance(response, worker_pb2.WatchResponse):
+                raise Unavailable("the worker ended the Watch stream")
+            draining = self.draining
+            if response.HasField("delta"):
+                self._take_delta(response.delta)
+            elif response.HasField("snapshot"):
+                if self.snapshot is not None and response.snapshot.incarnation != self.snapshot.incarnation:
+                    raise Unavailable("a new incarnation in the middle of a Watch stream")
+                self._take_snapshot(response.snapshot)
+            self._on_change(self.draining != draining)
+
+    def _take_delta(self, delta: worker_pb2.WorkerDelta) -> None:
+        if delta.sequence != self._sequence + 1:
+            raise Unavailable(f"Watch went from delta {self._sequence} to {delta.sequence}")
+        self._sequence = delta.sequence
+        self.load, self.draining = delta.load, delta.draining
+        self.reports += 1
+        self.ledger.reported()
+        # A hash may be in both lists, in unknown order; then it counts as removed, the safe side.
+        self.hashes.update(dict.fromkeys(delta.stored))
+        for digest in delta.removed:
+            self.hashes.pop(digest, None)
+        limit = min(MAX_INDEX, self.snapshot.total_blocks if self.snapshot else 0)
+        while len(self.hashes) > limit:
+            del self.hashes[next(iter(self.hashes))]
+
+
+def _lease_channel(endpoint: str, lease: float) -> grpc.aio.Channel:
+    """A channel whose pings find out within `lease` seconds that nobody is there any more."""
+    half = max(50, round(lease * 500))
+    ours = {
+        "grpc.keepalive_time_ms": half,
+        "grpc.keepalive_timeout_ms": half,
+        "grpc.use_local_subchannel_pool": 1,  # a connection of our own: its end is this worker's end
+    }
+    options = [(name, value) for name, value in CLIENT_OPTIONS if name not in ours] + list(ours.items())
+    return grpc.aio.insecure_channel(endpoint, options=options)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
+
+
+def _say(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error_from_call(error)}"
+    return "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__

@@ -1,0 +1,71 @@
+"""What all links of one engine process share."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdserve.core.layout import KVLayout
+from pdserve.transfer.attempts import Book, Incoming, Outgoing
+from pdserve.transfer.messages import ControlMessage, TransferEvent
+from pdserve.transfer.pages import KVPages
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Sizes in bytes, times in seconds.
+
+    `transport` is "gloo", "nccl" or "auto": what a link may use. `hostname` or `interface`: where Gloo listens.
+    `sends` and `receives` say which directions this worker needs; a link has those that both ends need.
+    """
+
+    frame_bytes: int
+    ring_bytes: int
+    frame_timeout: float = 2.0
+    transport: str = "auto"
+    hostname: str = "127.0.0.1"
+    interface: str = ""
+    target_bytes: int = 256 << 10
+    open_timeout: float = 5.0
+    sends: bool = True
+    receives: bool = True
+
+
+class Wire:
+    """Control messages on their way out, in the order in which they were posted.
+
+    They are posted with the lock held, so that their order is the order of what they tell, and sent without it.
+    """
+
+    def __init__(self, send: Callable[[str, int, ControlMessage], None]) -> None:
+        self._send = send
+        self._queue: deque[tuple[str, int, ControlMessage]] = deque()
+        self._sending = threading.Lock()
+
+    def post(self, peer: str, epoch: int, message: ControlMessage) -> None:
+        self._queue.append((peer, epoch, message))
+
+    def flush(self) -> None:
+        """Send all that was posted. Not to be called with the books' lock held."""
+        while self._queue:
+            with self._sending:
+                if self._queue:
+                    self._send(*self._queue.popleft())
+
+
+@dataclass(slots=True)
+class Common:
+    """`notify` is called with the lock held, so that events come in the order in which things happened."""
+
+    kv: KVPages
+    layout: KVLayout
+    settings: LinkSettings
+    wire: Wire
+    notify: Callable[[TransferEvent], None]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    outgoing: Book[Outgoing] = field(default_factory=Book)
+    incoming: Book[Incoming] = field(default_factory=Book)
+    bytes_sent: int = 0
+    bytes_received: int = 0

@@ -1,0 +1,155 @@
+"""One link: its store, its groups, its threads. Its life is the life of its control stream, told by `close`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.transfer.common import Common
+from pdserve.transfer.messages import ControlMessage
+from pdserve.transfer.receiver import Receiver
+from pdserve.transfer.ring import Ring
+from pdserve.transfer.sender import Sender
+from pdserve.transfer.store import MirrorStore
+from pdserve.transfer.transport import Transport, connector, warm_up
+
+
+@dataclass(frozen=True, slots=True)
+class Endings:
+    """What a link's threads report, without the lock held: both groups are up; the link broke; a ring is unused."""
+
+    up: Callable[[Link], None]
+    broke: Callable[[Link, str], None]
+    quiet: Callable[[Ring], None]
+
+
+class Link:
+    """Both directions to one peer in one epoch. A thread makes the groups, then one thread a direction serves it."""
+
+    def __init__(
+        self, common: Common, peer: str, epoch: int, initiator: bool, transport: str, ring: Ring | None, tell: Endings
+    ) -> None:
+        self.peer, self.epoch = peer, epoch
+        self.closed = False
+        self.sender = Sender(common, self.post)
+        self.receiver = Receiver(common, peer, ring, self.post) if ring is not None else None
+        self.store = MirrorStore(self._mirror, timedelta(seconds=common.settings.open_timeout))
+        self._common = common
+        self._rank = 0 if initiator else 1
+        self._kind = transport
+        self._ring = ring
+        self._tell = tell
+        self._transports: list[Transport] = []
+        self._threads = [threading.Thread(target=self._open, name=f"kv-open-{peer}", daemon=True)]
+
+    def start(self) -> None:
+        """Begin to make the groups."""
+        self._threads[0].start()
+
+    def post(self, message: ControlMessage) -> None:
+        """Queue a control message on the wire; with the lock held."""
+        self._common.wire.post(self.peer, self.epoch, message)
+
+    def close(self, reason: str) -> None:
+        """With the lock held: make the threads end. They do so by themselves, within a frame's deadline."""
+        self.closed = True
+        self.sender.close()
+        if self.receiver is not None:
+            self.receiver.close()
+        self.store.abort(reason)
+        for transport in self._transports:
+            transport.abort()
+
+    def alive(self) -> int:
+        """How many of its threads are not back yet."""
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def join(self, timeout: float) -> None:
+        """Wait for the threads of a closed link, each up to `timeout` seconds."""
+        for thread in self._threads:
+            thread.join(timeout)
+
+    def _mirror(self, message: ControlMessage) -> None:
+        self.post(message)
+        self._common.wire.flush()
+
+    def _open(self) -> None:
+        self._settle_in()
+        receives = False
+        try:
+            made = self._connect()
+            with self._common.lock:
+                if not self.closed:
+                    self._threads += [self._serve(transport, sends) for transport, sends in made]
+                    for thread in self._threads[1:]:
+                        thread.start()
+                    receives = any(not sends for _, sends in made)
+            if len(self._threads) > 1 or not made:
+                self._tell.up(self)
+        except Exception as error:
+            self._tell.broke(self, describe(error))
+        finally:
+            if len(self._threads) == 1:
+                for transport in self._transports:
+                    transport.close()
+            if self._ring is not None and not receives:
+                self._tell.quiet(self._ring)
+
+    def _connect(self) -> list[tuple[Transport, bool]]:
+        """Make the groups that both ends want, the initiator's sending one first, and whether we send.
+
+        One after the other, in the same order at both ends: making a communicator may wait for the peer.
+        """
+        settings = self._common.settings
+        if settings.transport not in ("auto", self._kind):
+            raise ConfigError(f"this worker links over {settings.transport}, the peer wants {self._kind}")
+        connect = connector(self._kind, str(self._common.kv.device), settings.hostname, settings.interface)
+        self.store.set(f"wants/{self._rank}", bytes([settings.sends, settings.receives]))
+        their_sends, their_receives = self.store.get(f"wants/{1 - self._rank}")
+        made = []
+        for source in (0, 1):
+            sends = source == self._rank
+            if not (settings.sends and their_receives if sends else settings.receives and their_sends):
+                continue
+            store = PrefixStore(f"from/{source}", self.store)
+            transport = connect(store, self._rank, timedelta(seconds=settings.frame_timeout))
+            self._transports.append(transport)
+            warm_up(transport, sends)
+            made.append((transport, sends))
+        return made
+
+    def _serve(self, transport: Transport, sends: bool) -> threading.Thread:
+        name = f"kv-{'send' if sends else 'recv'}-{self.peer}"
+        return threading.Thread(target=partial(self._run, transport, sends), name=name, daemon=True)
+
+    def _run(self, transport: Transport, sends: bool) -> None:
+        self._settle_in()
+        try:
+            if sends:
+                self.sender.run(transport)
+            elif self.receiver is not None:
+                self.receiver.run(transport)
+        except Exception as error:
+            self._tell.broke(self, describe(error))
+        finally:
+            transport.close()
+            if self._ring is not None and not sends:
+                self._tell.quiet(self._ring)
+
+    def _settle_in(self) -> None:
+        """Keep a link's thread from spreading its copies over the engine's cores."""
+        torch.set_num_threads(1)
+        if self._common.kv.device.type == "cuda":
+            torch.cuda.set_device(self._common.kv.device)
+
+
+def describe(error: Exception) -> str:
+    """One line for the reason of a link's end; of what is no error of ours, with its type."""
+    return str(error) if isinstance(error, PdserveError) else f"{type(error).__name__}: {error}"

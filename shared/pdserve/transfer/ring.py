@@ -1,0 +1,63 @@
+"""The memory that a worker receives frames into: one pool, a share of it for each link."""
+
+from __future__ import annotations
+
+import torch
+
+from pdserve.core.errors import ConfigError, NoCapacity
+
+FRAMES_A_LINK = 4
+
+
+class Ring:
+    """One link's share, uint8 [capacity]: two halves that take turns, one being received into, one being emptied.
+
+    A frame fits into a half. `capacity` bytes is also what the peer may have announced ahead: its credit.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.capacity = memory.numel()
+        self.max_frame = self.capacity // 2
+        self._halves = (memory[: self.max_frame], memory[self.max_frame :])
+        self._turn = 0
+
+    def slot(self, size: int) -> torch.Tensor:
+        """The next half's first `size` bytes; it must have been emptied."""
+        self._turn = 1 - self._turn
+        return self._halves[self._turn][:size]
+
+
+class RingPool:
+    """Equal shares of `ring_bytes` on `device`, each of four frames; a lone one where the pool is smaller than that.
+
+    `unit` is the size of the smallest frame: a token in a layer. Not thread-safe: the owner of the links locks.
+    """
+
+    def __init__(self, ring_bytes: int, frame_bytes: int, unit: int, device: torch.device) -> None:
+        half = min(FRAMES_A_LINK * frame_bytes, ring_bytes) // 2 // unit * unit
+        if half == 0:
+            raise ConfigError(f"ring_bytes {ring_bytes} and frame_bytes {frame_bytes} must hold {unit} bytes twice")
+        self.total = ring_bytes // (2 * half)
+        self._share = 2 * half
+        self._memory = torch.empty(self.total * self._share, dtype=torch.uint8, device=device)
+        self._free = list(reversed(range(self.total)))
+        self._leased: dict[int, Ring] = {}
+
+    def lease(self) -> Ring:
+        """A share, until `give_back`. Raises NoCapacity when all are out."""
+        if not self._free:
+            raise NoCapacity(f"all {self.total} shares of the receive ring are taken; more links need more ring_bytes")
+        index = self._free.pop()
+        ring = Ring(self._memory[index * self._share : (index + 1) * self._share])
+        self._leased[index] = ring
+        return ring
+
+    def give_back(self, ring: Ring) -> None:
+        """Return a share that nothing is received into any more."""
+        index = next(index for index, leased in self._leased.items() if leased is ring)
+        del self._leased[index]
+        self._free.append(index)
+
+    def check_integrity(self) -> bool:
+        """Whether free and leased shares make up the pool."""
+        return sorted([*self._free, *self._leased]) == list(range(self.total))

@@ -1,0 +1,134 @@
+"""Settings of prefill and decode workers, and what the engine process gets of them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Literal, Self
+
+from pdserve.rpc.settings import ServiceSettings
+from pdserve.worker.messages import EngineSettings
+from pydantic import ByteSize, Field, field_validator, model_validator
+
+# Shares of memory: of a GPU that a worker has for itself; of a machine's free memory that it shares with everybody.
+GPU_SHARE = 0.9
+CPU_SHARE = 0.15
+# Tokens a step: a step of a small model takes tens of milliseconds on two cores at 512, on a GPU at 4096.
+CPU_BATCHED_TOKENS = 512
+GPU_BATCHED_TOKENS = 4096
+
+
+class WorkerSettings(ServiceSettings):
+    """vLLM's names where it has one. Sizes take units ("1GiB")."""
+
+    model: str = Field(description="folder of the model")
+    served_model_name: str | None = Field(None, description="name that clients use; default: the folder's name")
+    worker_id: str | None = Field(None, description="name in the fleet; default: the role and random digits")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype of weights and KV")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda|cuda:\d+)$", description="auto, cpu, cuda or cuda:N")
+    threads: int = Field(0, ge=0, description="threads that compute on a CPU; 0: one for each given core")
+    cores: str = Field("", description='cores for this worker, such as "0,1"; empty: all that the process may use')
+    block_size: int = Field(16, ge=1, le=4096, description="tokens in a KV block")
+    kv_cache_memory: ByteSize = Field(
+        ByteSize(0), description="bytes for KV blocks; 0: a share of memory, see gpu-memory-utilization"
+    )
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description=f"share of the GPU ({GPU_SHARE}), or of a CPU's free memory ({CPU_SHARE})"
+    )
+    max_model_len: int = Field(0, ge=0, description="longest sequence in tokens; 0: the model's own")
+    max_num_seqs: int = Field(256, ge=1, description="most sequences that run at once")
+    max_num_batched_tokens: int = Field(
+        0, ge=0, description=f"most tokens in a step; 0: {CPU_BATCHED_TOKENS}, on a GPU {GPU_BATCHED_TOKENS}"
+    )
+    lookahead_tokens: int = Field(64, ge=0, description="answer tokens that a reservation has room for")
+    attention_backend: str = Field("auto", description="attention kernels; auto: the best that is here")
+    kv_transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="how KV moves between workers")
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs per worker; only 1 is supported")
+    frame_bytes: ByteSize = Field(ByteSize(1 << 20), gt=0, description="most KV bytes in one frame")
+    ring_bytes: ByteSize = Field(ByteSize(64 << 20), gt=0, description="staging memory for frames")
+    frame_timeout: float = Field(2.0, gt=0, description="seconds that a frame may take")
+    enable_prefix_caching: bool = Field(True, description="reuse KV of equal prompt beginnings")
+    prefix_cache: str | None = Field(None, description="endpoint of a prefix-cache service")
+    step_log: Path | None = Field(None, description="file for the end and size of each step, written at the end")
+
+    @field_validator("cores")
+    @classmethod
+    def _check_cores(cls, value: str) -> str:
+        cores = parse_cores(value)
+        if len(set(cores)) < len(cores):
+            raise ValueError("names a core twice")
+        missing = set(cores) - available_cores()
+        if missing:
+            raise ValueError(f"cores {sorted(missing)} are not among those this process may use")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.tensor_parallel_size > 1:
+            raise ValueError(f"tensor-parallel-size {self.tensor_parallel_size} is not supported yet; only 1 is")
+        if self.ring_bytes < 2 * self.frame_bytes:
+            raise ValueError("ring-bytes must hold two frames at least (frame-bytes)")
+        return self
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or Path(self.model).expanduser().resolve().name
+
+    @property
+    def core_list(self) -> tuple[int, ...]:
+        return parse_cores(self.cores)
+
+    @property
+    def thread_count(self) -> int:
+        return self.threads or len(self.core_list) or len(available_cores())
+
+    @property
+    def expects_gpu(self) -> bool:
+        """Whether defaults are a GPU's. Decided without torch, which the front never loads."""
+        return self.device.startswith("cuda") or (self.device == "auto" and Path("/dev/nvidiactl").exists())
+
+    def name_worker(self, role: str) -> str:
+        """The worker's id; made up where none was given, so call it once."""
+        return self.worker_id or f"{role}-{secrets.token_hex(4)}"
+
+    def for_engine(self, role: str) -> EngineSettings:
+        """What the engine process of a `role` ("prefill" or "decode") is given."""
+        gpu = self.expects_gpu
+        return EngineSettings(
+            role=role,
+            model=str(Path(self.model).expanduser()),
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.thread_count,
+            cores=self.core_list,
+            block_size=self.block_size,
+            kv_cache_bytes=int(self.kv_cache_memory),
+            memory_share=self.gpu_memory_utilization or (GPU_SHARE if gpu else CPU_SHARE),
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens or (GPU_BATCHED_TOKENS if gpu else CPU_BATCHED_TOKENS),
+            lookahead_tokens=self.lookahead_tokens,
+            attention_backend=self.attention_backend,
+            kv_transport=self.kv_transport,
+            frame_bytes=int(self.frame_bytes),
+            ring_bytes=int(self.ring_bytes),
+            frame_timeout=self.frame_timeout,
+            enable_prefix_caching=self.enable_prefix_caching,
+            step_log=str(self.step_log) if self.step_log else "",
+        )
+
+
+def parse_cores(text: str) -> tuple[int, ...]:
+    """ "0,1" as numbers. Raises ValueError."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"must be core numbers with commas between them, got {text!r}") from None
+
+
+def available_cores() -> set[int]:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))

@@ -1,0 +1,190 @@
+"""What a worker tells about itself: a snapshot, then numbered deltas, to any number of watchers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from pdserve.core.errors import PdserveError, Unavailable
+from pdserve.engine.outputs import Load
+from pdserve.rpc.errors import RpcError, abort
+from pdserve.rpc.versions import agree
+from pdserve.v1 import worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+# Hashes that may wait for one watcher; beyond that it starts again with a snapshot.
+MAX_PENDING = 1 << 17
+MAX_HASHES_IN_DELTA = 1 << 14
+# A watcher hears at least this often, in seconds (lease / 5), so that silence means that the worker is gone.
+HEARTBEAT = 1.0
+# And at most this often: loads in between are of no use to anyone, and steps of a small model come every millisecond.
+PACE = 0.01
+
+
+class _Watcher:
+    """What one watcher has not been told yet. Loads replace each other; of a hash the last change counts."""
+
+    def __init__(self, hashes: Iterable[bytes]) -> None:
+        self.changes: dict[bytes, bool] = dict.fromkeys(hashes, True)
+        self.limit = MAX_PENDING + len(self.changes)
+        self.news = asyncio.Event()
+        self.news.set()
+
+    def tell(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        for digest in removed:
+            self.changes[digest] = False
+        for digest in stored:
+            self.changes[digest] = True
+        self.news.set()
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """At most MAX_HASHES_IN_DELTA changes, oldest first; `news` stays set while there are more."""
+        stored: list[bytes] = []
+        removed: list[bytes] = []
+        if len(self.changes) <= MAX_HASHES_IN_DELTA:
+            taken = self.changes
+            self.changes = {}
+            self.news.clear()
+        else:
+            oldest = list(self.changes)[:MAX_HASHES_IN_DELTA]
+            taken = {digest: self.changes.pop(digest) for digest in oldest}
+        for digest, is_stored in taken.items():
+            (stored if is_stored else removed).append(digest)
+        return stored, removed
+
+
+class WatchBoard:
+    """A worker's present state, and those who watch it. All on one event loop; `publish` never waits."""
+
+    def __init__(self) -> None:
+        self.snapshot: worker_pb2.WorkerSnapshot | None = None
+        self.load = worker_pb2.WorkerLoad()
+        self.draining = False
+        # Hashes of the blocks that are reusable now: a mirror of the engine's index.
+        self.stored: set[bytes] = set()
+        self._watchers: set[_Watcher] = set()
+        self._closed = False
+
+    def start(self, snapshot: worker_pb2.WorkerSnapshot) -> None:
+        """From now on watchers are served; before, they are refused as UNAVAILABLE."""
+        self.snapshot = snapshot
+
+    def publish(self, load: worker_pb2.WorkerLoad, stored: Iterable[bytes] = (), removed: Iterable[bytes] = ()) -> None:
+        """Take in a step's news. A hash in both lists was evicted and stored again (see BlockPool.take_changes)."""
+        self.load = load
+        self.stored.difference_update(removed)
+        self.stored.update(stored)
+        for watcher in self._watchers:
+            watcher.tell(stored, removed)
+
+    def set_draining(self) -> None:
+        self.draining = True
+        if self.snapshot is not None:
+            self.snapshot.draining = True
+        for watcher in self._watchers:
+            watcher.news.set()
+
+    def close(self) -> None:
+        """End every watch with UNAVAILABLE."""
+        self._closed = True
+        for watcher in self._watchers:
+            watcher.news.set()
+
+    async def watch(self) -> AsyncIterator[worker_pb2.WatchResponse]:
+        """The snapshot, all stored hashes, then what changes. Raises RpcError (ABORTED) for a watcher that lags too
+        far behind, and Unavailable before the start and after the end."""
+        if self.snapshot is None or self._closed:
+            raise Unavailable("the worker is starting" if self.snapshot is None else "the worker is stopping")
+        watcher = _Watcher(self.stored)
+        self._watchers.add(watcher)
+        try:
+            yield worker_pb2.WatchResponse(snapshot=self.snapshot)
+            sequence = 0
+            pace = asyncio.Event()
+            while True:
+                try:
+                    async with asyncio.timeout(HEARTBEAT):
+                        await watcher.news.wait()
+                except TimeoutError:
+                    pass  # nothing new: the delta below is a heartbeat
+                if self._closed:
+                    raise Unavailable("the worker is stopping")
+                if len(watcher.changes) > watcher.limit:
+                    raise RpcError(grpc.StatusCode.ABORTED, "this watcher lags too far behind; watch again")
+                stored, removed = watcher.take()
+                sequence += 1
+                delta = worker_pb2.WorkerDelta(
+                    sequence=sequence, load=self.load, stored=stored, removed=removed, draining=self.draining
+                )
+                yield worker_pb2.WatchResponse(delta=delta)
+                pace.clear()
+                asyncio.get_running_loop().call_later(PACE, pace.set)
+                await pace.wait()
+        finally:
+            self._watchers.discard(watcher)
+
+
+OpenLink = Callable[[str, str], Awaitable[str]]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """pdserve.v1.WorkerService over a WatchBoard. `open_link(endpoint, worker_id)` returns the transport;
+    None: this worker has no links. `on_drain` hears of the first Drain."""
+
+    def __init__(
+        self, board: WatchBoard, on_drain: Callable[[], Awaitable[None]], open_link: OpenLink | None = None
+    ) -> None:
+        self._board, self._on_drain, self._open_link = board, on_drain, open_link
+
+    async def Watch(
+        self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        updates = self._board.watch()
+        try:
+            if request.HasField("protocol"):
+                agree(request.protocol.min, request.protocol.max)
+            async for update in updates:
+                yield update
+        except PdserveError as error:
+            await abort(context, error)
+        finally:
+            await updates.aclose()  # type: ignore[attr-defined]
+
+    async def OpenLink(
+        self, request: worker_pb2.OpenLinkRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.OpenLinkResponse:
+        try:
+            if self._open_link is None:
+                raise RpcError(grpc.StatusCode.UNIMPLEMENTED, "this worker has no KV links")
+            if not request.endpoint or not request.worker_id:
+                raise RpcError(grpc.StatusCode.INVALID_ARGUMENT, "endpoint and worker_id must be set")
+            return worker_pb2.OpenLinkResponse(transport=await self._open_link(request.endpoint, request.worker_id))
+        except PdserveError as error:
+            await abort(context, error)
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.DrainResponse:
+        await self._on_drain()
+        return worker_pb2.DrainResponse()
+
+
+def load_to_proto(load: Load) -> worker_pb2.WorkerLoad:
+    return worker_pb2.WorkerLoad(
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        owned_blocks=load.owned_blocks,
+        reserved_blocks=load.reserved_blocks,
+        running=load.running,
+        waiting=load.waiting,
+        pending_prefill_tokens=load.pending_prefill_tokens,
+        steps=load.steps,
+        preemptions=load.preemptions,
+        kv_bytes_sent=load.kv_bytes_sent,
+        kv_bytes_received=load.kv_bytes_received,
+    )

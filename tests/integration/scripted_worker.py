@@ -1,0 +1,286 @@
+"""A worker that follows the protos and a script: for what a real model cannot be made to do on command.
+
+It computes nothing. Its answer to every prompt is `answer`, token by token, then EOS; what goes wrong is taken from
+`script`, one entry for each Submit (decode) or Prefill (prefill), "serve" when it is empty:
+"refuse", "invalid", "stall" (never answers), "die" (the process is gone after the first token it makes), and on a
+decode worker "preempt:N" (after N tokens of its own), "transfer_failed".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+import grpc.aio
+
+from pdserve.core.errors import InvalidRequest, NoCapacity
+from pdserve.core.layout import KVLayout
+from pdserve.core.sequence import EndReason, SequenceSpec
+from pdserve.rpc.channel import SERVER_OPTIONS
+from pdserve.rpc.convert import end_reason_to_proto, layout_to_proto, spec_from_proto, token_to_proto
+from pdserve.rpc.errors import abort
+from pdserve.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    sequence_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+LAYOUT = KVLayout(16, 2, 2, 16, "float32", bytes(16))
+EOS = 258
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Wire:
+    """What the KV links between scripted workers come to: an event for each ticket whose KV is complete."""
+
+    def __init__(self) -> None:
+        self._complete: dict[str, asyncio.Event] = {}
+
+    def of(self, ticket: str) -> asyncio.Event:
+        return self._complete.setdefault(ticket, asyncio.Event())
+
+
+class ScriptedWorker(
+    worker_pb2_grpc.WorkerServiceServicer,
+    decode_pb2_grpc.DecodeServiceServicer,
+    prefill_pb2_grpc.PrefillServiceServicer,
+):
+    """A scope: inside it the worker listens on `endpoint`."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: str,
+        wire: Wire,
+        *,
+        answer: bytes = b"hello",
+        script: tuple[str, ...] = (),
+        total_blocks: int = 64,
+        max_model_len: int = 256,
+        port: int = 0,
+        step: asyncio.Event | None = None,
+    ) -> None:
+        """`step`, where given, holds back every decode token but the first until it is set."""
+        self.worker_id, self.role, self.wire, self.answer = worker_id, role, wire, answer
+        self.script = deque(script)
+        self.total_blocks, self.max_model_len, self.step = total_blocks, max_model_len, step
+        self.incarnation = secrets.token_hex(4)
+        self.seen: list[SequenceSpec] = []
+        self.tickets: list[str] = []
+        self.cancelled: list[str] = []
+        self.live: dict[str, int] = {}  # ticket -> blocks that it holds
+        self.links: list[str] = []
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.draining = False
+        self.stored: list[bytes] = []
+        self.silent = False
+        self._news = asyncio.Event()
+        self._port = port
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self.endpoint = ""
+
+    async def __aenter__(self) -> Self:
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self._server)
+        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        self.endpoint = f"127.0.0.1:{self._port}"
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+
+    async def die(self) -> None:
+        await self._server.stop(0)
+
+    def tell(self) -> None:
+        """Report the load, as an engine does after a step."""
+        self._news.set()
+
+    # WorkerService
+
+    async def Watch(self, request: worker_pb2.WatchRequest, context: Context) -> AsyncIterator[Any]:
+        role = worker_pb2.ROLE_PREFILL if self.role == "prefill" else worker_pb2.ROLE_DECODE
+        yield worker_pb2.WatchResponse(
+            snapshot=worker_pb2.WorkerSnapshot(
+                worker_id=self.worker_id,
+                incarnation=self.incarnation,
+                role=role,
+                model="tiny",
+                layout=layout_to_proto(LAYOUT),
+                max_model_len=self.max_model_len,
+                vocab_size=320,
+                total_blocks=self.total_blocks,
+                max_num_seqs=8,
+                max_num_batched_tokens=256,
+                endpoint=self.endpoint,
+                draining=self.draining,
+            )
+        )
+        sequence, told = 0, 0
+        while True:
+            sequence += 1
+            used = sum(self.live.values())
+            load = worker_pb2.WorkerLoad(
+                free_blocks=self.total_blocks - used,
+                owned_blocks=used,
+                running=len(self.live),
+            )
+            stored, told = self.stored[told:], len(self.stored)
+            if not self.silent:
+                delta = worker_pb2.WorkerDelta(sequence=sequence, load=load, stored=stored, draining=self.draining)
+                yield worker_pb2.WatchResponse(delta=delta)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await self._news.wait()
+            self._news.clear()
+
+    async def OpenLink(self, request: worker_pb2.OpenLinkRequest, context: Context) -> worker_pb2.OpenLinkResponse:
+        self.links.append(request.worker_id)
+        return worker_pb2.OpenLinkResponse(transport="scripted")
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:
+        self.draining = True
+        self.tell()
+        return worker_pb2.DrainResponse()
+
+    # PrefillService
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> AsyncIterator[Any]:
+        action = self._begin(request.ticket, spec := spec_from_proto(request.sequence))
+        try:
+            if action == "refuse":
+                await abort(context, NoCapacity("scripted refusal"))
+            if action == "invalid":
+                await abort(context, InvalidRequest("sequence", "scripted"))
+            if action == "stall":
+                await asyncio.Event().wait()
+            position = len(spec.token_ids)
+            token = self._token(spec, position)
+            first = prefill_pb2.FirstToken(token=_step_token(request.ticket, position, token))
+            end = self._end(spec, position, token)
+            if end is not None:
+                first.end = end_reason_to_proto(end)
+            yield prefill_pb2.PrefillResponse(first_token=first)
+            if action == "die":
+                self._kill_soon()
+                await asyncio.Event().wait()
+            if request.decode_worker_id and end is None:
+                self.wire.of(request.ticket).set()
+                yield prefill_pb2.PrefillResponse(committed=prefill_pb2.PrefillCommitted(kv_bytes=100))
+        except asyncio.CancelledError:
+            self.cancelled.append(request.ticket)
+            raise
+        finally:
+            self._finish(request.ticket)
+
+    # DecodeService
+
+    async def Session(self, requests: AsyncIterator[Any], context: Context) -> None:  # type: ignore[override]
+        tasks: dict[str, asyncio.Task[None]] = {}
+        lock = asyncio.Lock()  # grpc wants one write at a time
+
+        async def send(**event: Any) -> None:
+            async with lock:
+                await context.write(decode_pb2.SessionResponse(**event))
+
+        try:
+            async for request in requests:
+                if request.HasField("hello"):
+                    welcome = decode_pb2.SessionWelcome(
+                        protocol_version=1, worker_id=self.worker_id, incarnation=self.incarnation
+                    )
+                    await send(welcome=welcome)
+                elif request.HasField("submit"):
+                    tasks[request.submit.ticket] = asyncio.create_task(self._decode(request.submit, send))
+                else:
+                    self.cancelled.append(request.cancel.ticket)
+                    if task := tasks.get(request.cancel.ticket):
+                        task.cancel()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _decode(self, submit: decode_pb2.Submit, send: Any) -> None:
+        ticket, spec = submit.ticket, spec_from_proto(submit.sequence)
+        action, _, count = self._begin(ticket, spec).partition(":")
+        number = 0
+
+        async def step(tokens: list[Any] = [], end: EndReason | None = None) -> None:  # noqa: B006
+            nonlocal number
+            number += 1
+            ends = [decode_pb2.End(ticket=ticket, reason=end_reason_to_proto(end))] if end else []
+            await send(step=decode_pb2.Step(number=number, tokens=tokens, ends=ends))
+
+        try:
+            if action in ("refuse", "invalid", "transfer_failed"):
+                reasons = {"refuse": "NO_CAPACITY", "invalid": "INVALID", "transfer_failed": "TRANSFER_FAILED"}
+                await step(end=EndReason[reasons[action]])
+                return
+            if action == "stall":
+                await asyncio.Event().wait()
+            await send(reserved=decode_pb2.Reserved(ticket=ticket, attempt=1, tokens_held=0))
+            remote = bool(submit.prefill_worker_id)
+            if remote:
+                await self.wire.of(ticket).wait()
+                await send(ready=decode_pb2.Ready(ticket=ticket, attempt=1, kv_bytes=100))
+            position, made = len(spec.token_ids) + remote, 0
+            while True:
+                if made and self.step is not None:
+                    await self.step.wait()
+                token = self._token(spec, position)
+                end = self._end(spec, position, token)
+                made += 1
+                if action == "preempt" and made > int(count):
+                    await step(end=EndReason.PREEMPTED)
+                    return
+                await step([_step_token(ticket, position, token)], end)
+                if action == "die":
+                    self._kill_soon()
+                    await asyncio.Event().wait()
+                if end is not None:
+                    return
+                position += 1
+        finally:
+            self._finish(ticket)
+
+    def _token(self, spec: SequenceSpec, position: int) -> int:
+        index = position - spec.prompt_len
+        return self.answer[index] if index < len(self.answer) else EOS
+
+    def _end(self, spec: SequenceSpec, position: int, token: int) -> EndReason | None:
+        if token == EOS and not spec.params.ignore_eos:
+            return EndReason.STOP
+        return EndReason.LENGTH if position + 1 - spec.prompt_len >= spec.params.max_tokens else None
+
+    def _begin(self, ticket: str, spec: SequenceSpec) -> str:
+        self.seen.append(spec)
+        self.tickets.append(ticket)
+        self.live[ticket] = LAYOUT.blocks_for(len(spec.token_ids))
+        self.idle.clear()
+        self.tell()
+        return self.script.popleft() if self.script else "serve"
+
+    def _finish(self, ticket: str) -> None:
+        self.live.pop(ticket, None)
+        if not self.live:
+            self.idle.set()
+        self.tell()
+
+    def _kill_soon(self) -> None:
+        self._dying = asyncio.create_task(self.die())
+
+
+def _step_token(ticket: str, position: int, token: int) -> sequence_pb2.StepToken:
+    return sequence_pb2.StepToken(ticket=ticket, position=position, token=token_to_proto(token, None, ()))

@@ -1,0 +1,92 @@
+"""Errors cross a real connection and come out as what they were."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from pdserve.client import Client
+from pdserve.core.errors import (
+    ConfigError,
+    IntegrityError,
+    InvalidRequest,
+    LayoutMismatch,
+    ModelError,
+    NoCapacity,
+    PdserveError,
+    Unavailable,
+    UnknownModel,
+)
+from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort, status_code
+from pdserve.v1 import inference_pb2, inference_pb2_grpc
+
+
+class Failing(inference_pb2_grpc.InferenceServiceServicer):
+    def __init__(self) -> None:
+        self.error: PdserveError = PdserveError()
+
+    async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
+        await abort(context, self.error)
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[Failing, Client]]:
+    server, service = grpc.aio.server(), Failing()  # type: ignore[abstract]
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with Client(f"127.0.0.1:{port}") as client:
+            yield service, client
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (InvalidRequest("sampling.top_p", "must be in (0, 1], got 2 — ☃"), grpc.StatusCode.INVALID_ARGUMENT),
+        (UnknownModel("no model 'x'"), grpc.StatusCode.NOT_FOUND),
+        (NoCapacity("full", 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (NoCapacity("full"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (Unavailable("gone"), grpc.StatusCode.UNAVAILABLE),
+        (ModelError("bad file"), grpc.StatusCode.FAILED_PRECONDITION),
+        (ConfigError("bad flag"), grpc.StatusCode.FAILED_PRECONDITION),
+        (LayoutMismatch("a, b"), grpc.StatusCode.FAILED_PRECONDITION),
+        (IntegrityError("books"), grpc.StatusCode.INTERNAL),
+        (RpcError(grpc.StatusCode.ABORTED, "closed"), grpc.StatusCode.ABORTED),
+        (DeadlineExceeded("late"), grpc.StatusCode.DEADLINE_EXCEEDED),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_round_trip(pair: tuple[Failing, Client], error: PdserveError, code: grpc.StatusCode) -> None:
+    service, client = pair
+    service.error = error
+    assert status_code(error) is code
+    with pytest.raises(type(error)) as caught:
+        await client.models()
+    assert type(caught.value) is type(error) and str(caught.value) == str(error)
+    if isinstance(error, InvalidRequest):
+        assert (caught.value.field, caught.value.message) == (error.field, error.message)  # type: ignore[attr-defined]
+    if isinstance(error, NoCapacity):
+        assert caught.value.retry_after == error.retry_after  # type: ignore[attr-defined]
+    if isinstance(error, RpcError):
+        assert caught.value.code is code  # type: ignore[attr-defined]
+
+
+async def test_long_messages_are_cut_to_fit_the_trailers(pair: tuple[Failing, Client]) -> None:
+    service, client = pair
+    service.error = InvalidRequest("text", "ü" * 100_000)
+    with pytest.raises(InvalidRequest) as caught:
+        await client.models()
+    assert caught.value.field == "text" and caught.value.message.endswith("...")
+
+
+async def test_a_server_that_is_not_there_is_unavailable() -> None:
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable):
+            await client.models()
