@@ -213,7 +213,7 @@ def _options(settings: EngineSettings) -> EngineOptions:
 
 def _started(built: BuiltEngine) -> EngineStarted:
     cuda = built.device.type == "cuda"
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if cuda:
         versions["cuda"] = torch.version.cuda or ""
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
