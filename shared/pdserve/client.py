@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc.aio
+
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc.channel import connect
 from pdserve.rpc.convert import sampling_from_proto

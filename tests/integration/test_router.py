@@ -347,7 +347,7 @@ async def test_an_endpoint_that_never_answers_is_waited_for_and_then_given_up(fo
     decode = ScriptedWorker("d0", "decode", Wire())
     async with suite(folder, decode, startup_seconds=0.8) as made:
         made.fleet.follow("127.0.0.1:1")
-        with pytest.raises(NoCapacity, match="127.0.0.1:1 not heard from yet"):
+        with pytest.raises(NoCapacity, match=r"127\.0\.0\.1:1 not heard from yet"):
             await made.client.complete("hi", timeout=0.3)
         assert (await made.client.complete("hi", timeout=PATIENCE)).text == "hello"
 

@@ -152,8 +152,7 @@ async def resolve_parts(
     models: Sequence[str], counts: Sequence[tuple[int, int, int]], revision: str | None = None
 ) -> list[ModelPart]:
     """Fetch what must be fetched, and say what each model is called: NAME=MODEL, a folder's own name, or its id."""
-    from pdserve.launch import ModelPart, resolve_model
-    from pdserve.launch.models import local_folder, weight_bytes
+    from pdserve.launch.models import local_folder, model_part, resolve_model
 
     parts = []
     for text, (prefill, decode, colocated) in zip(models, counts, strict=True):
@@ -161,5 +160,5 @@ async def resolve_parts(
         with fetch_progress(source) as progress:
             folder = await resolve_model(source, revision=revision, progress=progress)
         own_name = folder.name if local_folder(source) else source
-        parts.append(ModelPart(folder, name or own_name, prefill, decode, colocated, weight_bytes(folder)))
+        parts.append(model_part(folder, name or own_name, prefill, decode, colocated))
     return parts

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import structlog
+
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.decode.session import RouterSession, Ticket

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+
 from pdserve.core.errors import PdserveError
 from pdserve.core.sequence import SequenceSpec
 from pdserve.rpc.errors import RpcError

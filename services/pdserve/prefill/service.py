@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import structlog
 from opentelemetry.trace import Span
+
 from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError, Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.engine.outputs import ChunkDone, Ended, PromptDone, TokenOut

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pdserve.rpc.settings import ServiceSettings
 from pydantic import ByteSize, Field
+
+from pdserve.rpc.settings import ServiceSettings
 
 
 class PrefixCacheSettings(ServiceSettings):

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import structlog
+
 from pdserve.core.errors import PdserveError
 from pdserve.prefix_cache.config import PrefixCacheSettings
 from pdserve.prefix_cache.store import BlockStore, Stored

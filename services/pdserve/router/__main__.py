@@ -6,6 +6,7 @@ import asyncio
 import sys
 
 import structlog
+
 from pdserve.core.errors import PdserveError
 from pdserve.launch.models import resolve_model
 from pdserve.router.config import RouterSettings
@@ -50,8 +51,8 @@ async def serve(settings: RouterSettings) -> None:
 class Readiness:
     """Tells health checks and the launcher whether requests can be served.
 
-    Ready for the first time when every model is and every endpoint has answered or was given up; from then on while any is, so that one model's outage does not take
-    the others out of the load balancer.
+    Ready for the first time when every model is, and every endpoint has answered or was given up; from then on while
+    any model is, so that one model's outage does not take the others out of the load balancer.
     """
 
     def __init__(self, server: GrpcServer, fleet: Fleet, models: Models) -> None:

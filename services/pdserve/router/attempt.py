@@ -8,6 +8,7 @@ import time
 from typing import Self
 
 import grpc.aio
+
 from pdserve.core.errors import Unavailable
 from pdserve.core.sequence import SequenceSpec
 from pdserve.router.dispatch import Assignment

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pdserve.rpc.settings import ServiceSettings
 from pydantic import Field
+
+from pdserve.rpc.settings import ServiceSettings
 
 
 class RouterSettings(ServiceSettings):

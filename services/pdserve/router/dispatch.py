@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import structlog
+
 from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.core.layout import KVLayout
 from pdserve.policy.fleet import PlacementRequest

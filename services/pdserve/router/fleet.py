@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Self
 
 import structlog
+
 from pdserve.core.errors import ConfigError
 from pdserve.core.hashing import block_hashes, root_hash
 from pdserve.core.layout import KVLayout

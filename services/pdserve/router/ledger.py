@@ -52,6 +52,8 @@ class Entry:
 
     def settled(self) -> None:
         """The worker holds the blocks: its next report counts them, so from then on the router does not."""
+        if not self._open:
+            return
         self._ledger._settled_blocks += self._blocks
         self._blocks = 0
 

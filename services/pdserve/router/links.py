@@ -6,6 +6,7 @@ import asyncio
 
 import grpc.aio
 import structlog
+
 from pdserve.policy.fleet import Role
 from pdserve.router.fleet import Fleet
 from pdserve.router.worker import Worker

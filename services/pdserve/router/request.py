@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 import structlog
+
 from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.router.answer import Answer

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc.aio
 import structlog
+
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.router.config import RouterSettings
 from pdserve.router.dispatch import Dispatcher

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import grpc.aio
+
 from pdserve.core.errors import Unavailable
 from pdserve.core.sequence import SequenceSpec
 from pdserve.router.events import Ended, Lost, NewToken, Ready, Reserved, Sink
+from pdserve.router.tasks import until_first_ends
 from pdserve.rpc.convert import end_reason_from_proto, spec_to_proto
 from pdserve.rpc.versions import our_versions
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
@@ -39,9 +41,7 @@ class DecodeSession:
 
     async def run(self) -> None:
         """Carry commands and events until the stream ends, which raises."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._read())
-            tasks.create_task(self._write())
+        await until_first_ends(self._read(), self._write())
 
     def submit(self, ticket: str, attempt: int, spec: SequenceSpec, prefill_worker_id: str, sink: Sink) -> None:
         """Ask for a reservation. Its events go to `sink` until Ended, Lost or `cancel`."""

@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pdserve.core.errors import InvalidRequest, ModelError
 from tokenizers import Tokenizer
+
+from pdserve.core.errors import InvalidRequest, ModelError
 
 # About a millisecond of tokenizing; above it a thread does it (tokenizers lets go of the GIL).
 LONG_TEXT = 4096

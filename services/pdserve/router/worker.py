@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 import grpc.aio
 import structlog
+
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.layout import KVLayout
 from pdserve.policy.fleet import Role, WorkerView
 from pdserve.router.ledger import Ledger
 from pdserve.router.session import DecodeSession
+from pdserve.router.tasks import until_first_ends
 from pdserve.rpc.channel import CLIENT_OPTIONS
 from pdserve.rpc.convert import layout_from_proto
 from pdserve.rpc.errors import error_from_call, from_server
@@ -136,10 +138,7 @@ class Worker:
                             raise Unavailable("the worker restarted between Watch and Session")
                     self._up(first.snapshot, channel, session)
                     reached = True
-                    async with asyncio.TaskGroup() as tasks:
-                        tasks.create_task(self._follow(watch))
-                        if session is not None:
-                            tasks.create_task(session.run())
+                    await until_first_ends(self._follow(watch), *([session.run()] if session else []))
                 finally:
                     # The view first: whoever hears of a lost ticket must not be sent here again.
                     self.connected, self.channel, self.session = False, None, None
@@ -147,9 +146,9 @@ class Worker:
                         watch.cancel()
                     if session is not None:
                         session.close(f"connection to {self.worker_id} lost")
-        except* (grpc.aio.AioRpcError, PdserveError, TimeoutError, OSError, asyncio.InvalidStateError) as group:
-            reason = "; ".join(_say(error) for error in _leaves(group))
-            if any(isinstance(error, grpc.aio.AioRpcError) and from_server(error) for error in _leaves(group)):
+        except (grpc.aio.AioRpcError, PdserveError, TimeoutError, OSError) as error:
+            reason = _say(error)
+            if isinstance(error, grpc.aio.AioRpcError) and from_server(error):
                 self.alive_at = time.monotonic()
         if reached:
             log.warning("worker_lost", endpoint=self.endpoint, worker_id=self.worker_id, reason=reason)
@@ -227,13 +226,6 @@ def _lease_channel(endpoint: str, lease: float) -> grpc.aio.Channel:
     }
     options = [(name, value) for name, value in CLIENT_OPTIONS if name not in ours] + list(ours.items())
     return grpc.aio.insecure_channel(endpoint, options=options)
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
 
 
 def _say(error: BaseException) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pdserve.core.errors import ModelError
+from pdserve.core.layout import DTYPE_BYTES
+from pdserve.launch.plan import ModelPart
 
 DEMO_MODEL = "smollm2-135m-instruct"
 
@@ -54,6 +56,16 @@ def local_folder(name: str) -> Path | None:
     return path.resolve() if path.is_dir() else None
 
 
-def weight_bytes(folder: Path) -> int:
-    """Bytes of a model's weight files: about what one loaded copy takes."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+def model_part(folder: Path, name: str, prefill: int = 0, decode: int = 0, colocated: int = 0) -> ModelPart:
+    """A plan's part, with the sizes that the folder's files tell. What they don't tell is 0."""
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
+        token_bytes = 2 * config["num_hidden_layers"] * heads * head_size * DTYPE_BYTES.get(dtype, 4)
+        longest = int(config["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError):  # the worker says what is wrong with a folder, and better
+        token_bytes = longest = 0
+    return ModelPart(folder, name, prefill, decode, colocated, weights, token_bytes, longest)

@@ -15,7 +15,7 @@ GIB = 1 << 30
 KV_MEMORY_SHARE = (
     0.5  # of what the machine has left beside weights; the rest is activations, buffers and everybody else
 )
-KV_MEMORY_MAX = 4 * GIB  # for each worker, unless more is asked for
+KV_MEMORY_MAX = 2 * GIB  # for each worker, unless more is asked for or two longest sequences need more
 CACHE_CAPACITY_MAX = 2 * GIB
 GPU_MEMORY_UTILIZATION = 0.9
 _PASSED_ON = (
@@ -28,7 +28,8 @@ _PASSED_ON = (
 class ModelPart:
     """The workers of one model: prefill and decode apart, or `colocated` ones that do both.
 
-    `path` is the model's folder, `name` what clients call it, `weight_bytes` what one copy of the weights takes.
+    `path` is the model's folder, `name` what clients call it, `weight_bytes` what one copy of the weights takes,
+    `token_bytes` the KV of one token and `max_model_len` the longest sequence, as far as they are known.
     """
 
     path: Path
@@ -37,6 +38,8 @@ class ModelPart:
     decode: int = 0
     colocated: int = 0
     weight_bytes: int = 0
+    token_bytes: int = 0
+    max_model_len: int = 0
 
     def check(self) -> None:
         """Raise ConfigError for counts that contradict each other."""
@@ -228,7 +231,8 @@ def _memory(
     share = max(0, int(left * KV_MEMORY_SHARE)) // (len(slots) + caches)
     if on_gpu:
         return share, options.kv_cache_memory
-    kv_memory = options.kv_cache_memory or min(share, KV_MEMORY_MAX)
+    longest = max(slot.part.token_bytes * (options.max_model_len or slot.part.max_model_len) for slot in slots)
+    kv_memory = options.kv_cache_memory or min(share, max(KV_MEMORY_MAX, 2 * longest))
     if kv_memory <= 0 or kv_memory * len(slots) > left:
         raise ConfigError(
             f"{len(slots)} workers do not fit: {left / GIB:.2f} GiB of memory are left beside the weights, and each "

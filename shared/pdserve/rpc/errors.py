@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2  # type: ignore[import-untyped, unused-ignore]
 from google.rpc.status_pb2 import Status  # type: ignore[import-untyped, unused-ignore]
 from grpc_status import rpc_status
+
 from pdserve.core.errors import (
     ConfigError,
     IntegrityError,

@@ -15,6 +15,7 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.rpc.channel import SERVER_OPTIONS
 from pdserve.rpc.launcher import Launcher

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 import grpc
+
 from pdserve.rpc.errors import RpcError
 from pdserve.v1 import worker_pb2
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 
-from pdserve.core.errors import ConfigError, IntegrityError, PdserveError
+from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.layout import KVLayout
-from pdserve.core.ticket import Landing, Ticket
-from pdserve.transfer.attempts import Incoming, Outgoing
 from pdserve.transfer.common import Common, LinkSettings, Wire
 from pdserve.transfer.link import Endings, Link
 from pdserve.transfer.messages import (
@@ -22,22 +19,17 @@ from pdserve.transfer.messages import (
     ControlMessage,
     Credit,
     Grant,
-    ReceiveFailed,
-    Revoked,
-    SendCommitted,
-    SendFailed,
-    SendStopped,
     StoreSet,
     TicketClosed,
     TransferEvent,
 )
 from pdserve.transfer.pages import KVPages
+from pdserve.transfer.receives import Receives
 from pdserve.transfer.ring import Ring, RingPool
+from pdserve.transfer.sends import Sends
 from pdserve.transfer.transport import LinkLost
 
 __all__ = ["LinkHub", "LinkSettings"]
-
-MAX_EARLY = 4096  # grants and ends that came before their ticket; the oldest are forgotten
 
 
 class LinkHub:
@@ -64,12 +56,13 @@ class LinkHub:
                 f"a token of a layer has {layout.layer_token_bytes} bytes, and the ring holds two frames or more"
             )
         self._common = Common(kv, layout, settings, Wire(send_control), notify)
-        self._established, self._closed = established, closed
         self._links: dict[str, Link] = {}
+        self._sends = Sends(self._common, self._links)
+        self._receives = Receives(self._common, self._links)
+        self._established, self._closed = established, closed
         self._ended: dict[str, int] = {}  # the epoch of each peer's last link
         self._leaving: list[tuple[float, Link]] = []
         self._rings: dict[torch.device, RingPool] = {}
-        self._early: OrderedDict[tuple[str, str], Grant | TicketClosed] = OrderedDict()
 
     # Links; called from the thread that reads link control.
 
@@ -80,18 +73,17 @@ class LinkHub:
         with common.lock:
             if (old := self._links.get(peer)) is not None:
                 self._end_link(old, "a newer link to this worker took its place")
-            ring: Ring | None = None
             try:
-                ring = self._ring_pool(transport).lease() if common.settings.receives else None
+                ring, give_back = self._lease(transport)
             except PdserveError as error:
                 problem = str(error)
                 self._ended[peer] = epoch
-                self._fail_attempts(peer, problem)
+                self._fail(peer, problem)
             else:
-                link = Link(common, peer, epoch, initiator, transport, ring, self._endings(transport))
+                endings = Endings(self._up, self._broke, give_back)
+                link = Link(common, peer, epoch, initiator, transport, ring, endings)
                 self._links[peer] = link
-                for incoming in common.incoming.of(peer):
-                    link.post(_grant_of(incoming))
+                self._receives.on_link(link)
                 link.start()
         if problem:
             self._closed(peer, epoch, problem)
@@ -99,19 +91,18 @@ class LinkHub:
 
     def on_control(self, peer: str, epoch: int, message: ControlMessage) -> None:
         """Take in a control message; one of a link that is gone is dropped."""
-        common = self._common
-        problem = ""
-        with common.lock:
+        with self._common.lock:
             link = self._links.get(peer)
             if link is None or link.epoch != epoch:
                 return
             try:
                 self._dispatch(link, message)
+                problem = ""
             except LinkLost as error:
                 problem = str(error)
         if problem:
             self._broke(link, problem)
-        common.wire.flush()
+        self._common.wire.flush()
 
     def close(self, peer: str, epoch: int, reason: str) -> None:
         """The control half is gone, or never came up: every attempt on the link fails at once."""
@@ -121,7 +112,7 @@ class LinkHub:
                 self._end_link(link, reason)
             elif link is None and self._ended.get(peer) != epoch:  # not the echo of an end that the hub announced
                 self._ended[peer] = epoch
-                self._fail_attempts(peer, reason)
+                self._fail(peer, reason)
 
     # The prefill side; called from the engine loop.
 
@@ -133,28 +124,7 @@ class LinkHub:
         `slots` is each token's page slot. The pages must stay until SendCommitted, SendFailed or SendStopped. Where
         there is no link it is waited for. Raises IntegrityError for a ticket that is being sent already.
         """
-        common = self._common
-        layers = common.layout.num_layers
-        out = Outgoing(
-            ticket=ticket,
-            attempt=attempt,
-            peer=peer,
-            slots=self._on_device(slots),
-            end=num_tokens,
-            computed=[0] * layers,
-            sent=[0] * layers,
-            events=[None] * layers,
-        )
-        with common.lock:
-            if common.outgoing.get(ticket) is not None:
-                raise IntegrityError(f"ticket {ticket} is being sent already")
-            common.outgoing.add(out)
-            match self._early.pop((peer, ticket), None):
-                case Grant(_, granted, held) if granted == attempt:
-                    self._apply_grant(out, held)
-                case TicketClosed(_, ended, reason) if ended >= attempt:
-                    self._fail_send(out, reason)
-        common.wire.flush()
+        self._sends.start(ticket, attempt, peer, slots, num_tokens)
 
     def advance(self, tickets: Sequence[tuple[str, int]], layer: int) -> None:
         """Say how many tokens of each ticket have their KV of `layer` now (on a GPU: after the work queued so far).
@@ -162,45 +132,15 @@ class LinkHub:
         Called once a layer in the layer loop, so it only notes; senders are woken when a frame's worth has come
         together, and at the last layer. Tickets that are not being sent are skipped.
         """
-        common = self._common
-        event = self._event()
-        last = layer == common.layout.num_layers - 1
-        with common.lock:
-            for ticket, tokens in tickets:
-                out = common.outgoing.get(ticket)
-                if out is None or out.over:
-                    continue
-                tokens = min(tokens, out.end)
-                out.unseen += (tokens - out.computed[layer]) * common.layout.layer_token_bytes
-                out.computed[layer], out.events[layer] = tokens, event
-                if out.granted and (last or out.unseen >= common.settings.target_bytes):
-                    out.unseen = 0
-                    if (link := self._links.get(out.peer)) is not None:
-                        link.sender.wake()
+        self._sends.advance(tickets, layer)
 
     def finish_send(self, ticket: str, first_token: int) -> None:
         """Everything is computed, and so is the first token: commit after the last frame; then comes SendCommitted."""
-        common = self._common
-        with common.lock:
-            out = common.outgoing.get(ticket)
-            if out is not None and not out.over:
-                out.first_token = first_token
-                if (link := self._links.get(out.peer)) is not None:
-                    link.sender.settle(out)
-                    link.sender.wake()
-        common.wire.flush()
+        self._sends.finish(ticket, first_token)
 
     def stop_send(self, ticket: str) -> None:
         """Stop sending, and tell the peer. SendStopped follows in any case, for unknown tickets too."""
-        common = self._common
-        with common.lock:
-            out = common.outgoing.get(ticket)
-            if out is None:
-                common.notify(SendStopped(ticket))
-            else:
-                self._tell_closed(out, "the sender stopped")
-                self._end_send(out, SendStopped(ticket))
-        common.wire.flush()
+        self._sends.stop(ticket)
 
     # The decode side; called from the engine loop.
 
@@ -218,35 +158,11 @@ class LinkHub:
         `slots` is each token's page slot. The pages must stay until KvReady, ReceiveFailed or Revoked. Where there is
         no link it is waited for. A new attempt silently takes the place of an older one, whose frames are dropped.
         """
-        common = self._common
-        incoming = Incoming(
-            ticket=ticket,
-            attempt=attempt,
-            peer=peer,
-            slots=self._on_device(slots),
-            record=Ticket(ticket, attempt, Landing(common.layout.num_layers, tokens_held, num_tokens)),
-            after=self._event(),
-        )
-        with common.lock:
-            old = common.incoming.get(ticket)
-            if old is None:
-                self._admit(incoming)
-            else:
-                self._tell_closed(old, "a new attempt took its place")
-                common.incoming.end(old, lambda: self._admit(incoming))
-        common.wire.flush()
+        self._receives.grant(ticket, attempt, peer, slots, num_tokens, tokens_held)
 
     def revoke(self, ticket: str, reason: str) -> None:
         """Take the pages back, and tell the peer. Revoked follows in any case, for unknown tickets too."""
-        common = self._common
-        with common.lock:
-            incoming = common.incoming.get(ticket)
-            if incoming is None:
-                common.notify(Revoked(ticket))
-            else:
-                self._tell_closed(incoming, reason)
-                common.incoming.end(incoming, lambda: common.notify(Revoked(ticket)))
-        common.wire.flush()
+        self._receives.revoke(ticket, reason)
 
     # Both.
 
@@ -264,22 +180,21 @@ class LinkHub:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the shares of the receive ring add up."""
         with self._common.lock:
-            if not all(pool.check_integrity() for pool in self._rings.values()):
-                raise IntegrityError("free and leased shares of the receive ring do not make up the pool")
+            for pool in self._rings.values():
+                pool.check_integrity()
 
     def shutdown(self) -> None:
         """End all links and wait for their threads, up to their deadline."""
-        common = self._common
+        common, reason = self._common, "this worker is shutting down"
         with common.lock:
             for link in list(self._links.values()):
-                self._end_link(link, "this worker is shutting down")
-            for peer in {
-                attempt.peer for book in (common.outgoing, common.incoming) for attempt in book.by_ticket.values()
-            }:
-                self._fail_attempts(peer, "this worker is shutting down")
+                self._end_link(link, reason)
+            waiting = [*common.outgoing.by_ticket.values(), *common.incoming.by_ticket.values()]
+            for peer in {attempt.peer for attempt in waiting}:
+                self._fail(peer, reason)
             leaving = list(self._leaving)
         for deadline, link in leaving:
-            link.join(max(0.0, deadline - time.monotonic()))
+            link.join(deadline)
 
     # With the lock held.
 
@@ -294,110 +209,49 @@ class LinkHub:
                     raise LinkLost("the peer sends, but this worker does not receive")
                 link.receiver.put(message)
             case Grant():
-                self._on_grant(link, message)
+                self._sends.on_grant(link.peer, message)
             case Committed(ticket, attempt):
-                out = self._common.outgoing.live(ticket, attempt, link.peer)
-                if out is not None and out.committed:
-                    self._end_send(out, SendCommitted(ticket, out.kv_bytes))
+                self._sends.on_committed(link.peer, ticket, attempt)
             case TicketClosed():
-                self._on_ticket_closed(link, message)
+                if not self._receives.on_closed(link.peer, message):
+                    self._sends.on_closed(link.peer, message)
 
-    def _on_grant(self, link: Link, grant: Grant) -> None:
-        out = self._common.outgoing.live(grant.ticket, grant.attempt, link.peer)
-        if out is not None:
-            self._apply_grant(out, grant.tokens_held)
-        else:
-            self._keep(link.peer, grant)
-
-    def _on_ticket_closed(self, link: Link, message: TicketClosed) -> None:
-        ticket, attempt, reason = message.ticket, message.attempt, message.reason
-        if (out := self._common.outgoing.live(ticket, attempt, link.peer)) is not None:
-            self._fail_send(out, reason)
-        elif (incoming := self._common.incoming.live(ticket, attempt, link.peer)) is not None:
-            self._fail_receive(incoming, reason)
-        else:
-            self._keep(link.peer, message)
-
-    def _keep(self, peer: str, message: Grant | TicketClosed) -> None:
-        """Keep what came before its ticket did; of one attempt, its end outlasts its grant."""
-        key = (peer, message.ticket)
-        kept = self._early.get(key)
-        if isinstance(kept, TicketClosed) and kept.attempt >= message.attempt:
-            return
-        self._early[key] = message
-        self._early.move_to_end(key)
-        if len(self._early) > MAX_EARLY:
-            self._early.popitem(last=False)
-
-    def _apply_grant(self, out: Outgoing, tokens_held: int) -> None:
-        link = self._links.get(out.peer)
-        if link is None or out.granted:
-            return
-        if not 0 <= tokens_held <= out.end:
-            reason = f"{tokens_held} tokens are held of a prompt of {out.end}"
-            self._tell_closed(out, reason)
-            self._fail_send(out, reason)
-            return
-        out.granted = True
-        out.sent = [tokens_held] * len(out.sent)
-        link.sender.admit(out)
-
-    def _admit(self, incoming: Incoming) -> None:
-        self._common.incoming.add(incoming)
-        if (link := self._links.get(incoming.peer)) is not None:
-            link.post(_grant_of(incoming))
-
-    def _tell_closed(self, attempt: Outgoing | Incoming, reason: str) -> None:
-        if (link := self._links.get(attempt.peer)) is not None:
-            link.post(TicketClosed(attempt.ticket, attempt.attempt, reason))
-
-    def _end_send(self, out: Outgoing, event: TransferEvent) -> None:
-        if (link := self._links.get(out.peer)) is not None:
-            link.sender.drop(out.ticket)
-        self._common.outgoing.end(out, lambda: self._common.notify(event))
-
-    def _fail_send(self, out: Outgoing, reason: str) -> None:
-        self._end_send(out, SendFailed(out.ticket, reason))
-
-    def _fail_receive(self, incoming: Incoming, reason: str) -> None:
-        failed = ReceiveFailed(incoming.ticket, incoming.attempt, reason)
-        self._common.incoming.end(incoming, lambda: self._common.notify(failed))
-
-    def _fail_attempts(self, peer: str, reason: str) -> None:
-        for out in self._common.outgoing.of(peer):
-            self._fail_send(out, reason)
-        for incoming in self._common.incoming.of(peer):
-            self._fail_receive(incoming, reason)
-        for key in [key for key in self._early if key[0] == peer]:
-            del self._early[key]
+    def _fail(self, peer: str, reason: str) -> None:
+        self._sends.fail(peer, reason)
+        self._receives.fail(peer, reason)
 
     def _end_link(self, link: Link, reason: str) -> None:
-        """Fail what is on the link at once. Its threads come back later, and only then their buffers are free."""
+        """Fail what is on the link at once. Its threads come back later, and only then are its buffers free."""
         del self._links[link.peer]
         self._ended[link.peer] = link.epoch
         self._leaving = [(deadline, gone) for deadline, gone in self._leaving if gone.alive()]
         settings = self._common.settings
         self._leaving.append((time.monotonic() + settings.open_timeout + 2 * settings.frame_timeout, link))
         link.close(reason)
-        self._fail_attempts(link.peer, reason)
+        self._fail(link.peer, reason)
 
-    def _ring_pool(self, transport: str) -> RingPool:
+    def _lease(self, transport: str) -> tuple[Ring | None, Callable[[], None]]:
+        """A ring for a link's receiving direction, where this worker has one, and how to return it."""
+        settings = self._common.settings
+        if not settings.receives:
+            return None, lambda: None
         device = torch.device("cpu") if transport == "gloo" else self._common.kv.device
         if device not in self._rings:
-            settings, unit = self._common.settings, self._common.layout.layer_token_bytes
+            unit = self._common.layout.layer_token_bytes
             self._rings[device] = RingPool(settings.ring_bytes, settings.frame_bytes, unit, device)
-        return self._rings[device]
+        pool = self._rings[device]
+        ring = pool.lease()
 
-    # Without it, from a link's threads.
-
-    def _endings(self, transport: str) -> Endings:
-        pool = self._ring_pool(transport)
-
-        def give_back(ring: Ring) -> None:
+        def give_back() -> None:
             with self._common.lock:
                 pool.give_back(ring)
 
-        return Endings(lambda link: self._established(link.peer, link.epoch), self._broke, give_back)
+        return ring, give_back
+
+    # Without it, from a link's threads.
+
+    def _up(self, link: Link) -> None:
+        self._established(link.peer, link.epoch)
 
     def _broke(self, link: Link, reason: str) -> None:
         with self._common.lock:
@@ -406,18 +260,3 @@ class LinkHub:
             self._end_link(link, reason)
         with suppress(OSError):  # the front is gone, and this process goes with it
             self._closed(link.peer, link.epoch, reason)
-
-    def _event(self) -> torch.cuda.Event | None:
-        """Marks the work that was queued so far on the caller's GPU stream; None on a CPU, where it is done already."""
-        if self._common.kv.device.type != "cuda":
-            return None
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._common.kv.device))
-        return event
-
-    def _on_device(self, slots: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        return torch.as_tensor(slots, dtype=torch.int64).to(self._common.kv.device)
-
-
-def _grant_of(incoming: Incoming) -> Grant:
-    return Grant(incoming.ticket, incoming.attempt, incoming.record.landing.first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,11 +24,11 @@ from pdserve.transfer.transport import Transport, connector, warm_up
 
 @dataclass(frozen=True, slots=True)
 class Endings:
-    """What a link's threads report, without the lock held: both groups are up; the link broke; a ring is unused."""
+    """What a link's threads report, without the lock held: both groups are up; the link broke; its ring is unused."""
 
     up: Callable[[Link], None]
     broke: Callable[[Link, str], None]
-    quiet: Callable[[Ring], None]
+    quiet: Callable[[], None]
 
 
 class Link:
@@ -44,7 +45,6 @@ class Link:
         self._common = common
         self._rank = 0 if initiator else 1
         self._kind = transport
-        self._ring = ring
         self._tell = tell
         self._transports: list[Transport] = []
         self._threads = [threading.Thread(target=self._open, name=f"kv-open-{peer}", daemon=True)]
@@ -71,10 +71,10 @@ class Link:
         """How many of its threads are not back yet."""
         return sum(thread.is_alive() for thread in self._threads)
 
-    def join(self, timeout: float) -> None:
-        """Wait for the threads of a closed link, each up to `timeout` seconds."""
+    def join(self, deadline: float) -> None:
+        """Wait for the threads of a closed link, up to `deadline` on the monotonic clock."""
         for thread in self._threads:
-            thread.join(timeout)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _mirror(self, message: ControlMessage) -> None:
         self.post(message)
@@ -99,8 +99,8 @@ class Link:
             if len(self._threads) == 1:
                 for transport in self._transports:
                     transport.close()
-            if self._ring is not None and not receives:
-                self._tell.quiet(self._ring)
+            if not receives:
+                self._tell.quiet()
 
     def _connect(self) -> list[tuple[Transport, bool]]:
         """Make the groups that both ends want, the initiator's sending one first, and whether we send.
@@ -140,8 +140,8 @@ class Link:
             self._tell.broke(self, describe(error))
         finally:
             transport.close()
-            if self._ring is not None and not sends:
-                self._tell.quiet(self._ring)
+            if not sends:
+                self._tell.quiet()
 
     def _settle_in(self) -> None:
         """Keep a link's thread from spreading its copies over the engine's cores."""

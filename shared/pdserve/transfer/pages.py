@@ -71,3 +71,12 @@ class PageMover:
 
     def _view(self, frame: torch.Tensor, layers: range, slots: torch.Tensor) -> torch.Tensor:
         return frame.view(self._dtype).view(len(layers), 2, len(slots), *self._shape)
+
+
+def queued_work(device: torch.device) -> torch.cuda.Event | None:
+    """Marks the work that was queued so far on the caller's stream; None on a CPU, where it is done already."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

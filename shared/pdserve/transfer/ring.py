@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdserve.core.errors import ConfigError, NoCapacity
+from pdserve.core.errors import ConfigError, IntegrityError, NoCapacity
 
 FRAMES_A_LINK = 4
 
@@ -58,6 +58,7 @@ class RingPool:
         del self._leased[index]
         self._free.append(index)
 
-    def check_integrity(self) -> bool:
-        """Whether free and leased shares make up the pool."""
-        return sorted([*self._free, *self._leased]) == list(range(self.total))
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless free and leased shares make up the pool."""
+        if sorted([*self._free, *self._leased]) != list(range(self.total)):
+            raise IntegrityError(f"{self._free} free and {list(self._leased)} leased of {self.total} ring shares")

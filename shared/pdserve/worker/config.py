@@ -7,9 +7,10 @@ import secrets
 from pathlib import Path
 from typing import Literal, Self
 
+from pydantic import ByteSize, Field, field_validator, model_validator
+
 from pdserve.rpc.settings import ServiceSettings
 from pdserve.worker.messages import EngineSettings
-from pydantic import ByteSize, Field, field_validator, model_validator
 
 # Shares of memory: of a GPU that a worker has for itself; of a machine's free memory that it shares with everybody.
 GPU_SHARE = 0.9

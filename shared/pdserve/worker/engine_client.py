@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 import structlog
+
 from pdserve.core.errors import ConfigError, ModelError, PdserveError, Unavailable
 from pdserve.worker.channel import AsyncChannel
 from pdserve.worker.messages import (
@@ -49,6 +50,7 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._engine: AsyncChannel[FromEngine, ToEngine] | None = None
         self._links: AsyncChannel[LinkMessage, LinkMessage] | None = None
+        self._started = False
 
     async def __aenter__(self) -> Self:
         with contextlib.ExitStack() as theirs:
@@ -73,7 +75,11 @@ class EngineClient:
     ) -> None:
         process = self._process
         assert process is not None
-        self.send(Shutdown())
+        if self._started:
+            self.send(Shutdown())
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()  # it loads, reads nothing, and has nothing to lose
         try:
             async with asyncio.timeout(SHUTDOWN_GRACE):
                 # Somebody has to read, or an engine that is in the middle of a message never sees the order.
@@ -103,6 +109,7 @@ class EngineClient:
             except TimeoutError:
                 raise EngineDied(f"the engine gave no sign of life for {START_TIMEOUT} s while starting") from None
             if isinstance(message, EngineStarted):
+                self._started = True
                 return message
             if isinstance(message, Progress):
                 on_progress(message.stage, message.done)

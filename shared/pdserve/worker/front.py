@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Protocol
 
 import structlog
+
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.sequence import SequenceSpec
 from pdserve.rpc.convert import layout_to_proto

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import structlog
+
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.rpc.channel import connect
 from pdserve.rpc.convert_link import (
@@ -99,7 +101,10 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiters[peer].append(future)
         if link is None and peer not in self._dials:
-            self._dials[peer] = asyncio.create_task(self._dial(endpoint, peer), name=f"link to {peer}")
+            # A context of its own: the link outlives the request that happens to need it first.
+            self._dials[peer] = asyncio.create_task(
+                self._dial(endpoint, peer), name=f"link to {peer}", context=contextvars.Context()
+            )
         try:
             async with asyncio.timeout(OPEN_DEADLINE):
                 return await future

@@ -16,6 +16,7 @@ from typing import Self
 import grpc
 import grpc.aio
 import structlog
+
 from pdserve.core.hashing import block_hashes, root_hash
 from pdserve.core.layout import KVLayout
 from pdserve.core.sequence import SequenceSpec
@@ -113,6 +114,10 @@ class PrefixClient:
             self._queue.put_nowait(spec)
         except asyncio.QueueFull:
             self.counts["store dropped: queue full"] += 1
+
+    async def flush(self) -> None:
+        """Wait until what `store_later` took is stored, or was given up."""
+        await self._queue.join()
 
     def on_exported(self, message: BlocksExported) -> None:
         """Take the engine's answer to ExportBlocks; answers come in the order of the questions."""
@@ -219,6 +224,8 @@ class PrefixClient:
                 self.counts["store failed: engine slow"] += 1
             except asyncio.InvalidStateError:  # the service ended the call between two writes
                 self.counts["store failed: down"] += 1
+            finally:
+                self._queue.task_done()
 
     async def _store(self, spec: SequenceSpec) -> None:
         if time.monotonic() < self._closed_until:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import structlog
+
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.engine.outputs import Load
 from pdserve.rpc.errors import RpcError, abort

@@ -1,0 +1,159 @@
+"""The prefill side of all links: tickets whose pages are being sent, from first layer to Committed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pdserve.core.errors import IntegrityError
+from pdserve.transfer.attempts import Outgoing
+from pdserve.transfer.common import Common
+from pdserve.transfer.link import Link
+from pdserve.transfer.messages import (
+    Grant,
+    SendCommitted,
+    SendFailed,
+    SendStopped,
+    TicketClosed,
+    TransferEvent,
+)
+from pdserve.transfer.pages import queued_work
+
+MAX_EARLY = 4096  # grants and ends that came before their ticket; the oldest are forgotten
+
+
+class Sends:
+    """`start`, `advance`, `finish` and `stop` take the lock; the others are called with it held."""
+
+    def __init__(self, common: Common, links: Mapping[str, Link]) -> None:
+        self._common, self._links = common, links
+        self._early: OrderedDict[tuple[str, str], Grant | TicketClosed] = OrderedDict()
+
+    def start(self, ticket: str, attempt: int, peer: str, slots: torch.Tensor | Sequence[int], num_tokens: int) -> None:
+        common = self._common
+        layers = common.layout.num_layers
+        out = Outgoing(
+            ticket=ticket,
+            attempt=attempt,
+            peer=peer,
+            slots=torch.as_tensor(slots, dtype=torch.int64).to(common.kv.device),
+            end=num_tokens,
+            computed=[0] * layers,
+            sent=[0] * layers,
+            events=[None] * layers,
+        )
+        with common.lock:
+            if common.outgoing.get(ticket) is not None:
+                raise IntegrityError(f"ticket {ticket} is being sent already")
+            common.outgoing.add(out)
+            match self._early.pop((peer, ticket), None):
+                case Grant(_, granted, held) if granted == attempt:
+                    self._apply(out, held)
+                case Grant(_, granted, _) if granted > attempt:
+                    self._end(out, SendFailed(ticket, f"attempt {granted} took its place"))
+                case TicketClosed(_, ended, reason) if ended >= attempt:
+                    self._end(out, SendFailed(ticket, reason))
+        common.wire.flush()
+
+    def advance(self, tickets: Sequence[tuple[str, int]], layer: int) -> None:
+        common = self._common
+        event = queued_work(common.kv.device)
+        last = layer == common.layout.num_layers - 1
+        with common.lock:
+            for ticket, tokens in tickets:
+                out = common.outgoing.get(ticket)
+                if out is None or out.over:
+                    continue
+                tokens = min(tokens, out.end)
+                out.unseen += (tokens - out.computed[layer]) * common.layout.layer_token_bytes
+                out.computed[layer], out.events[layer] = tokens, event
+                if out.granted and (last or out.unseen >= common.settings.target_bytes):
+                    out.unseen = 0
+                    if (link := self._links.get(out.peer)) is not None:
+                        link.sender.wake()
+
+    def finish(self, ticket: str, first_token: int) -> None:
+        common = self._common
+        with common.lock:
+            out = common.outgoing.get(ticket)
+            if out is not None and not out.over:
+                out.first_token = first_token
+                if (link := self._links.get(out.peer)) is not None:
+                    link.sender.settle(out)
+                    link.sender.wake()
+        common.wire.flush()
+
+    def stop(self, ticket: str) -> None:
+        common = self._common
+        with common.lock:
+            out = common.outgoing.get(ticket)
+            if out is None:
+                common.notify(SendStopped(ticket))
+            else:
+                if not out.over:
+                    self._tell_closed(out, "the sender stopped")
+                self._end(out, SendStopped(ticket))
+        common.wire.flush()
+
+    def on_grant(self, peer: str, grant: Grant) -> None:
+        """The peer's pages are there; the ticket may still be to come."""
+        out = self._common.outgoing.live(grant.ticket, grant.attempt, peer)
+        if out is None:
+            self._keep(peer, grant)
+        else:
+            self._apply(out, grant.tokens_held)
+
+    def on_committed(self, peer: str, ticket: str, attempt: int) -> None:
+        out = self._common.outgoing.live(ticket, attempt, peer)
+        if out is not None and out.committed:
+            self._end(out, SendCommitted(ticket, out.kv_bytes))
+
+    def on_closed(self, peer: str, closed: TicketClosed) -> None:
+        """The peer wants no more of a ticket, which may still be to come."""
+        out = self._common.outgoing.live(closed.ticket, closed.attempt, peer)
+        if out is None:
+            self._keep(peer, closed)
+        else:
+            self._end(out, SendFailed(closed.ticket, closed.reason))
+
+    def fail(self, peer: str, reason: str) -> None:
+        """There is no link to a peer any more."""
+        for out in self._common.outgoing.of(peer):
+            self._end(out, SendFailed(out.ticket, reason))
+        for key in [key for key in self._early if key[0] == peer]:
+            del self._early[key]
+
+    def _keep(self, peer: str, message: Grant | TicketClosed) -> None:
+        """Keep what came before its ticket did; of one attempt, its end outlasts its grant."""
+        key = (peer, message.ticket)
+        kept = self._early.get(key)
+        if isinstance(kept, TicketClosed) and kept.attempt >= message.attempt:
+            return
+        self._early[key] = message
+        self._early.move_to_end(key)
+        if len(self._early) > MAX_EARLY:
+            self._early.popitem(last=False)
+
+    def _apply(self, out: Outgoing, tokens_held: int) -> None:
+        link = self._links.get(out.peer)
+        if link is None or out.granted:
+            return
+        if not 0 <= tokens_held <= out.end:
+            reason = f"{tokens_held} tokens are held of a prompt of {out.end}"
+            self._tell_closed(out, reason)
+            self._end(out, SendFailed(out.ticket, reason))
+            return
+        out.granted = True
+        out.sent = [tokens_held] * len(out.sent)
+        link.sender.admit(out)
+
+    def _tell_closed(self, out: Outgoing, reason: str) -> None:
+        if (link := self._links.get(out.peer)) is not None:
+            link.post(TicketClosed(out.ticket, out.attempt, reason))
+
+    def _end(self, out: Outgoing, event: TransferEvent) -> None:
+        if (link := self._links.get(out.peer)) is not None:
+            link.sender.drop(out.ticket)
+        self._common.outgoing.end(out, lambda: self._common.notify(event))

@@ -1,0 +1,161 @@
+"""Two workers' link controls, over real gRPC, with recorded engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from pdserve.core.errors import LayoutMismatch, Unavailable
+from pdserve.core.layout import KVLayout
+from pdserve.rpc.convert_link import Hello
+from pdserve.rpc.errors import RpcError
+from pdserve.rpc.server import GrpcServer
+from pdserve.rpc.settings import ServiceSettings
+from pdserve.transfer.messages import Grant, StoreSet
+from pdserve.v1 import kv_pb2_grpc
+from pdserve.worker import links as links_module
+from pdserve.worker.links import Links, choose_transport
+from pdserve.worker.messages import LinkClosed, LinkControl, LinkEstablished, LinkMessage, LinkOpened
+
+LAYOUT = KVLayout(16, 2, 2, 16, "float32", b"f" * 16)
+HELLO = Hello("a", "1", LAYOUT, "auto", "cpu", "node", 1, 1)
+
+
+class End:
+    """One worker: its Links, and an engine that answers LinkOpened at once when `works`."""
+
+    def __init__(self, works: bool = True) -> None:
+        self.works = works
+        self.told: asyncio.Queue[LinkMessage] = asyncio.Queue()
+        self.links = Links(self._tell)
+        self.endpoint = ""
+
+    def _tell(self, message: LinkMessage) -> None:
+        self.told.put_nowait(message)
+        if self.works and isinstance(message, LinkOpened):
+            reply = LinkEstablished(message.peer, message.epoch)
+            asyncio.get_running_loop().call_soon(self.links.on_engine, reply)
+
+    async def heard(self) -> LinkMessage:
+        return await asyncio.wait_for(self.told.get(), 5)
+
+
+@asynccontextmanager
+async def worker(name: str, *, works: bool = True, hello: Hello = HELLO) -> AsyncIterator[End]:
+    end = End(works)
+    service = (kv_pb2_grpc.add_LinkServiceServicer_to_server, end.links, "pdserve.v1.LinkService")
+    async with GrpcServer(ServiceSettings(), [service]) as server:
+        end.endpoint = server.endpoint
+        end.links.start(replace(hello, worker_id=name))
+        try:
+            yield end
+        finally:
+            await end.links.close()
+
+
+async def test_a_link_opens_once_carries_control_both_ways_and_ends_on_both_sides() -> None:
+    async with worker("a") as a, worker("b") as b:
+        assert await asyncio.gather(*(a.links.open(b.endpoint, "b") for _ in range(3))) == ["gloo"] * 3
+        assert await a.heard() == LinkOpened("b", 1, True, "gloo") and await b.heard() == LinkOpened(
+            "a", 1, False, "gloo"
+        )
+        a.links.on_engine(LinkControl("b", 1, StoreSet("k", b"v")))
+        assert await b.heard() == LinkControl("a", 1, StoreSet("k", b"v"))
+        b.links.on_engine(LinkControl("a", 1, Grant("t", 1, 16)))
+        assert await a.heard() == LinkControl("b", 1, Grant("t", 1, 16))
+        assert a.links.is_up("b") and b.links.is_up("a")
+        b.links.on_engine(LinkClosed("a", 1, "frame timeout"))
+        assert await b.heard() == LinkClosed("a", 1, "frame timeout")
+        closed = await a.heard()
+        assert isinstance(closed, LinkClosed) and closed.epoch == 1 and not a.links.is_up("b")
+        assert await a.links.open(b.endpoint, "b") == "gloo"
+        assert await a.heard() == LinkOpened("b", 2, True, "gloo")
+
+
+async def test_both_may_open_at_once() -> None:
+    async with worker("a") as a, worker("b") as b:
+        opened = await asyncio.gather(a.links.open(b.endpoint, "b"), b.links.open(a.endpoint, "a"))
+        assert opened == ["gloo", "gloo"] and a.links.is_up("b") and b.links.is_up("a")
+
+
+async def test_different_layouts_are_refused_with_both_in_the_message() -> None:
+    other = replace(HELLO, layout=replace(LAYOUT, dtype="bfloat16"))
+    async with worker("a") as a, worker("b", hello=other) as b:
+        with pytest.raises(LayoutMismatch, match=r"bfloat16.*float32"):
+            await a.links.open(b.endpoint, "b")
+        assert a.told.empty() and b.told.empty()
+
+
+async def test_versions_identities_and_dead_endpoints_are_checked() -> None:
+    async with AsyncExitStack() as scope:
+        a = await scope.enter_async_context(worker("a"))
+        b = await scope.enter_async_context(worker("b", hello=replace(HELLO, protocol_min=5, protocol_max=6)))
+        with pytest.raises(RpcError, match="no common protocol version"):
+            await a.links.open(b.endpoint, "b")
+        with pytest.raises(Unavailable, match="is worker c, not b"):
+            c = await scope.enter_async_context(worker("c"))
+            await a.links.open(c.endpoint, "b")
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(a.links.open("127.0.0.1:1", "d"), 5)
+
+
+async def test_a_data_half_that_never_comes_up_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "OPEN_DEADLINE", 0.2)
+    async with worker("a", works=False) as a, worker("b", works=False) as b:
+        with pytest.raises(Unavailable, match=r"not up within 0.2 s"):
+            await a.links.open(b.endpoint, "b")
+
+
+async def test_silence_ends_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "LEASE", 0.2)
+    monkeypatch.setattr(links_module, "HEARTBEAT_INTERVAL", 0.05)
+    async with worker("a") as a, worker("b") as b:
+        await a.links.open(b.endpoint, "b")
+        await a.heard()
+        with pytest.raises(TimeoutError):  # heartbeats keep it up
+            await asyncio.wait_for(a.told.get(), 0.5)
+        monkeypatch.setattr(links_module, "HEARTBEAT_INTERVAL", 10.0)
+        closed = await a.heard()
+        assert isinstance(closed, LinkClosed) and not a.links.is_up("b")
+
+
+async def test_a_restarted_peer_replaces_the_old_link() -> None:
+    async with worker("b") as b, worker("a") as first:
+        await first.links.open(b.endpoint, "b")
+        assert await b.heard() == LinkOpened("a", 1, False, "gloo")
+        async with worker("a", hello=replace(HELLO, incarnation="2")) as second:
+            await second.links.open(b.endpoint, "b")
+            closed = await b.heard()
+            assert isinstance(closed, LinkClosed) and closed.epoch == 1 and "restart" in closed.reason
+            assert await b.heard() == LinkOpened("a", 2, False, "gloo")
+            assert b.links.is_up("a")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "chosen"),
+    [
+        (("auto", "cpu", "x"), ("auto", "cpu", "x"), "gloo"),
+        (("auto", "cuda:0", "x"), ("auto", "cuda:1", "x"), "nccl"),
+        (("auto", "cuda:0", "x"), ("auto", "cuda:0", "y"), "nccl"),
+        (("auto", "cuda:0", "x"), ("auto", "cuda:0", "x"), "gloo"),
+        (("auto", "cuda:0", "x"), ("gloo", "cuda:1", "x"), "gloo"),
+        (("auto", "cuda:0", "x"), ("auto", "cpu", "x"), "gloo"),
+        (("nccl", "cuda:0", "x"), ("gloo", "cuda:1", "x"), None),
+        (("nccl", "cuda:0", "x"), ("auto", "cpu", "x"), None),
+    ],
+)
+def test_the_transport_follows_settings_and_devices(
+    ours: tuple[str, str, str], theirs: tuple[str, str, str], chosen: str | None
+) -> None:
+    def hello(facts: tuple[str, str, str]) -> Hello:
+        return replace(HELLO, transport=facts[0], device=facts[1], node=facts[2])
+
+    if chosen is None:
+        with pytest.raises(RpcError):
+            choose_transport(hello(ours), hello(theirs))
+    else:
+        assert choose_transport(hello(ours), hello(theirs))[0] == chosen
