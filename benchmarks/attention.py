@@ -37,6 +37,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+
 from pdserve.core.layout import KVLayout
 from pdserve.engine.attention import SequenceChunk, select_backend
 from pdserve.engine.kv_cache import KVCache

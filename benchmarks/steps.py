@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 ENGINE_CORE = 0
@@ -24,7 +25,7 @@ PROMPT_TOKENS = 32
 
 def intervals_ms(steps: list[tuple[int, int]], streams: int) -> list[float]:
     """Gaps between steps that ran all streams, in milliseconds; the first tenth is warm-up."""
-    gaps = [(b - a) / 1e6 for (a, n), (b, m) in zip(steps, steps[1:], strict=False) if n == m == streams]
+    gaps = [(b - a) / 1e6 for (a, n), (b, m) in pairwise(steps) if n == m == streams]
     return gaps[len(gaps) // 10 :]
 
 
@@ -68,7 +69,7 @@ async def served(model: Path, streams: int, tokens: int, folder: Path) -> list[t
     """The engine inside a decode worker, its tokens streamed here over one session."""
     from pdserve.core.sampling import SamplingParams
     from pdserve.core.sequence import SequenceSpec
-    from pdserve.launch import start_service
+    from pdserve.launch import Service
     from pdserve.rpc.channel import connect
     from pdserve.rpc.convert import spec_to_proto
     from pdserve.v1 import decode_pb2 as pb
@@ -78,10 +79,10 @@ async def served(model: Path, streams: int, tokens: int, folder: Path) -> list[t
     log = folder / "steps.json"
     flags = f"--model {model} --dtype float32 --device cpu --kv-cache-memory {256 << 20} --max-num-seqs {streams}"
     flags += f" --max-num-batched-tokens 8192 --cores {ENGINE_CORE} --threads 1 --step-log {log}"
-    service = await start_service("decode", flags.split(), log_path=folder / "decode.log")
+    service = await Service.start("decode", "decode", flags.split(), log_folder=folder, listener=lambda event: None)
     try:
-        endpoint = await service.ready()
-        channel = connect(endpoint)
+        await service.ready()
+        channel = connect(service.endpoint)
         session = DecodeServiceStub(channel).Session()
         hello = pb.SessionHello(protocol=worker_pb2.VersionRange(min=1, max=1), router_id="bench")
         await session.write(pb.SessionRequest(hello=hello))
@@ -93,13 +94,16 @@ async def served(model: Path, streams: int, tokens: int, folder: Path) -> list[t
         received = ended = 0
         while ended < streams:
             response = await session.read()
+            assert isinstance(response, pb.SessionResponse), "the session ended early"
             received += len(response.step.tokens)
             ended += len(response.step.ends)
         assert received == streams * tokens, f"{received} tokens came, {streams * tokens} were due"
         session.cancel()
         await channel.close()
     finally:
-        await service.stop()
+        service.terminate()
+        await service.exited
+        await service.close()
     return [(at, running) for at, running in json.loads(log.read_text())]
 
 
@@ -121,7 +125,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_tiny_model(folder / "model", "llama")
-        command = [sys.executable, __file__, "--bare", str(model), "--streams", str(args.streams), "--tokens", str(args.tokens)]
+        command = [
+            sys.executable,
+            __file__,
+            "--bare",
+            str(model),
+            "--streams",
+            str(args.streams),
+            "--tokens",
+            str(args.tokens),
+        ]
         for number in range(args.rounds):
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             without = intervals_ms(json.loads(output.splitlines()[-1]), args.streams)
@@ -134,7 +147,7 @@ def main() -> None:
             row["p99_ratio"] = round(percentile(with_rpc, 0.99) / percentile(without, 0.99), 3)  # type: ignore[assignment]
             rounds.append(row)
             print(f"round {number + 1}: {row}", flush=True)
-    ratio = statistics.median(row["p99_ratio"] for row in rounds)  # type: ignore[type-var]
+    ratio = statistics.median(row["p99_ratio"] for row in rounds)
     print(json.dumps({"benchmark": "steps", "streams": args.streams, "rounds": rounds, "p99_ratio": ratio}))
 
 

@@ -24,7 +24,9 @@ def generate(target: Path) -> None:
     env = {**os.environ, "PATH": f"{bin_dir}{os.pathsep}{os.environ.get('PATH', '')}"}
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", *outputs, *sources]
     subprocess.run(command, check=True, env=env)
-    (target / PACKAGE / "__init__.py").write_text('"""Generated from protos/pdserve/v1 by `make proto`; do not edit."""\n')
+    (target / PACKAGE / "__init__.py").write_text(
+        '"""Generated from protos/pdserve/v1 by `make proto`; do not edit."""\n'
+    )
 
 
 def drift() -> list[str]:

@@ -41,7 +41,7 @@ def make_tiny_model(
     """
     import transformers  # seconds to import; most tests that use this module's constants don't need it
 
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     max_shard_size = options.pop("max_shard_size", "5GB")
     settings = {**_SHAPE, **options}

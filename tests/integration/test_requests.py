@@ -1,4 +1,4 @@
-"""Requests of every shape through one small suite: boundaries, hits, seeds, cancels, refusals. Nothing is left behind."""
+"""Requests of every shape through one small suite: boundaries, hits, seeds, cancels, refusals, and no block left."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ async def test_text_streamed_in_pieces_is_the_whole_text(running: tuple[Running,
     suite, _ = running
     outputs = [
         event
-        async for event in suite.client.generate("Gr\u00fc\u00dfe \U0001f600", temperature=1.0, seed=4, max_tokens=40, ignore_eos=True)
+        async for event in suite.client.generate(
+            "Gr\u00fc\u00dfe \U0001f600", temperature=1.0, seed=4, max_tokens=40, ignore_eos=True
+        )
         if isinstance(event, Output)
     ]
     tokens = [token for output in outputs for token in output.token_ids]
@@ -145,10 +147,13 @@ async def test_an_unknown_model_is_not_found(running: tuple[Running, Path]) -> N
 
 
 async def test_many_at_once_with_random_cancels(running: tuple[Running, Path]) -> None:
-    """64 requests of mixed lengths, a third cancelled at a random token: the others are right, and no block is owned."""
+    """64 requests of mixed lengths, a third cancelled at random: the others are right, and no block is owned."""
     suite, model = running
     chance = random.Random(7)
-    jobs = [(prompt(chance.randint(1, 200), seed=2000 + i), chance.random() < 0.33, chance.randint(0, 20)) for i in range(64)]
+    jobs = [
+        (prompt(chance.randint(1, 200), seed=2000 + i), chance.random() < 0.33, chance.randint(0, 20))
+        for i in range(64)
+    ]
 
     async def one(tokens: list[int], cancelled: bool, after: int) -> list[int] | None:
         received: list[int] = []
@@ -168,5 +173,9 @@ async def test_many_at_once_with_random_cancels(running: tuple[Running, Path]) -
             assert len(answer) == 24
             assert check_greedy(model, tokens, answer).mismatches == []
     await suite.all_free()
-    used = {worker.worker_id for worker in await suite.client.fleet() if worker.role == "decode" and worker.kv_bytes_received}
+    used = {
+        worker.worker_id
+        for worker in await suite.client.fleet()
+        if worker.role == "decode" and worker.kv_bytes_received
+    }
     assert used == {"decode-0", "decode-1"}

@@ -3,7 +3,7 @@
 A block is exactly one of
 - free: no content worth keeping;
 - cached: nobody references it, its content is addressed by hash, evicted least recently used first;
-- owned: referenced by one or more block tables. A full owned block may be in the hash index too, so that others share it.
+- owned: referenced by one or more block tables. A full one may be in the hash index too, so that others share it.
 """
 
 from __future__ import annotations

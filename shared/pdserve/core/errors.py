@@ -1,14 +1,14 @@
 """What can go wrong, as types that any floor may raise.
 
-    PdserveError
-    ├── InvalidRequest      bad input; names the field
-    ├── UnknownModel        no such model here
-    ├── NoCapacity          refused before anything was spent; may carry when to retry
-    ├── Unavailable         a part of the fleet is missing or leaving
-    ├── ModelError          a model folder that cannot be served
-    ├── ConfigError         settings that contradict each other or the hardware
-    ├── LayoutMismatch      two workers whose KV pages differ
-    └── IntegrityError      an allocator's books do not add up: a bug in pdserve
+PdserveError
+├── InvalidRequest      bad input; names the field
+├── UnknownModel        no such model here
+├── NoCapacity          refused before anything was spent; may carry when to retry
+├── Unavailable         a part of the fleet is missing or leaving
+├── ModelError          a model folder that cannot be served
+├── ConfigError         settings that contradict each other or the hardware
+├── LayoutMismatch      two workers whose KV pages differ
+└── IntegrityError      an allocator's books do not add up: a bug in pdserve
 """
 
 from __future__ import annotations

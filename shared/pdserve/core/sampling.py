@@ -72,7 +72,9 @@ class SamplingParams:
             raise InvalidRequest("sampling.logit_bias", f"at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}")
         for token, bias in self.logit_bias.items():
             if not 0 <= token < vocab_size:
-                raise InvalidRequest("sampling.logit_bias", f"token id {token} is outside the vocabulary of {vocab_size}")
+                raise InvalidRequest(
+                    "sampling.logit_bias", f"token id {token} is outside the vocabulary of {vocab_size}"
+                )
             if not (math.isfinite(bias) and -100.0 <= bias <= 100.0):
                 raise InvalidRequest("sampling.logit_bias", f"must be in [-100, 100], got {bias} for token {token}")
 
@@ -80,9 +82,15 @@ class SamplingParams:
         if self.max_tokens < 1:
             raise InvalidRequest("stopping.max_tokens", f"must be 1 or more, got {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise InvalidRequest("stopping.min_tokens", f"must be in [0, max_tokens={self.max_tokens}], got {self.min_tokens}")
+            raise InvalidRequest(
+                "stopping.min_tokens", f"must be in [0, max_tokens={self.max_tokens}], got {self.min_tokens}"
+            )
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest("stopping.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}, got {len(self.stop_token_ids)}")
+            raise InvalidRequest(
+                "stopping.stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}, got {len(self.stop_token_ids)}"
+            )
         for token in self.stop_token_ids:
             if not 0 <= token < vocab_size:
-                raise InvalidRequest("stopping.stop_token_ids", f"token id {token} is outside the vocabulary of {vocab_size}")
+                raise InvalidRequest(
+                    "stopping.stop_token_ids", f"token id {token} is outside the vocabulary of {vocab_size}"
+                )

@@ -63,7 +63,7 @@ class Landing:
         layers = range(layer_start, layer_start + layer_count)
         if number != self.frames:
             raise IntegrityError(f"frame {number} came where {self.frames} was due")
-        if not (0 <= layer_start and layer_count > 0 and token_count > 0 and layers.stop <= self.num_layers):
+        if not (layer_start >= 0 and layer_count > 0 and token_count > 0 and layers.stop <= self.num_layers):
             raise IntegrityError(f"frame {number} has layers {layers.start} to {layers.stop} of {self.num_layers}")
         token_end = token_start + token_count
         if token_end > self.end or any(self.tokens[layer] != token_start for layer in layers):

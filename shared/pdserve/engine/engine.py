@@ -166,7 +166,7 @@ class Engine:
                 clock.started = clock.started or now
 
     def _layer_hook(self, batch: Sequence[Scheduled]) -> Callable[[int], None] | None:
-        """What the layer loop calls; None where nothing of the batch hands off, so that the loop does nothing for it."""
+        """What the layer loop calls; None, so that it does nothing, where nothing of the batch hands off."""
         listener = self._on_layer
         progress = [
             (scheduled.sequence.id, scheduled.sequence.num_computed + scheduled.count)

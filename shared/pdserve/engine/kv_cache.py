@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from pdserve.core.errors import ConfigError
 from pdserve.core.layout import KVLayout
 

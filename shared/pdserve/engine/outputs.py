@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+
 from pdserve.core.sequence import EndReason
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.noise import gumbel, noise_keys
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+
 from pdserve.core.errors import ModelError
 from pdserve.engine.model import CausalLM, Layer
-from safetensors import SafetensorError, safe_open
 
 Progress = Callable[[int, int], None]
 _INDEX = "model.safetensors.index.json"

@@ -7,6 +7,7 @@ message that does not decode is a bug, not an attack; its size is bounded all th
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
 import struct
 import threading
@@ -26,7 +27,7 @@ class Channel(Generic[In, Out]):
 
     def __init__(self, sock: socket.socket, receives: type[In]) -> None:
         self._sock = sock
-        self._reader = sock.makefile("rb", buffering=1 << 16)
+        self._reader: io.BufferedReader = sock.makefile("rb", buffering=1 << 16)  # type: ignore[assignment]
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()

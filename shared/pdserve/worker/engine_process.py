@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from pdserve.core.errors import ConfigError, IntegrityError, PdserveError
 from pdserve.core.sequence import EndReason
 from pdserve.engine.block_io import export_blocks, load_blocks
 from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
+from pdserve.engine.outputs import Load
 from pdserve.transfer.hub import LinkHub, LinkSettings
 from pdserve.transfer.messages import TransferEvent
 from pdserve.worker.channel import Channel
@@ -44,7 +45,6 @@ from pdserve.worker.messages import (
     LinkEstablished,
     LinkMessage,
     LinkOpened,
-    Load,
     LoadBlocks,
     Progress,
     Reserve,
@@ -105,7 +105,7 @@ class EngineLoop:
         if self._step_log:
             Path(self._step_log).write_bytes(msgspec.json.encode(self._steps))
 
-    def _take_in(self, ready: set[object]) -> None:
+    def _take_in(self, ready: Set[object]) -> None:
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
         while self._events:
@@ -216,7 +216,8 @@ def _started(built: BuiltEngine) -> EngineStarted:
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if cuda:
         versions["cuda"] = torch.version.cuda or ""
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        versions["nccl"] = ".".join(map(str, nccl))
     return EngineStarted(
         layout=built.layout,
         max_model_len=built.max_model_len,

@@ -27,7 +27,6 @@ from pdserve.transfer.messages import (
 )
 from pdserve.worker.messages import KvCommitted, Reserve, ReservedPages, StartPrefill, TicketReady
 
-
 Tickets = Listed[tuple[str, int]]
 
 

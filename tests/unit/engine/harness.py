@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import torch
+
 from pdserve.engine.attention import SequenceChunk, select_backend
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.kv_cache import KVCache

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+
 from pdserve.core.errors import ConfigError
 from pdserve.core.layout import KVLayout
 from pdserve.engine.attention import SequenceChunk, select_backend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from pdserve.core.errors import ModelError
 from pdserve.engine.config import ModelConfig, RopeConfig
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+
 from pdserve.core.errors import ModelError
 from pdserve.engine import demo, fetch
 from pdserve.engine.fetch import DEMO_MODEL, fetch_demo_model, resolve_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from pdserve.core.errors import ConfigError
 from pdserve.core.layout import KVLayout
 from pdserve.engine.kv_cache import KVCache

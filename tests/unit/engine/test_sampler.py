@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.noise import gumbel, noise_keys, token_hashes
 from pdserve.engine.sampler import SampleRequest, sample

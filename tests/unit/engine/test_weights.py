@@ -7,14 +7,14 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from pdserve.core.errors import ModelError
 from pdserve.engine.attention import select_backend
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.fingerprint import model_fingerprint
 from pdserve.engine.model import CausalLM
 from pdserve.engine.weights import load_weights
-from safetensors.torch import load_file, save_file
-
 from tests.tiny_models import make_tiny_model
 
 SINGLE = "model.safetensors"

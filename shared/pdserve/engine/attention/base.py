@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+
 from pdserve.engine.kv_cache import KVCache
 
 

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
 from pdserve.core.errors import ConfigError
 from pdserve.engine.attention.base import AttentionMetadata, SequenceChunk, slots_of
 from pdserve.engine.kv_cache import KVCache

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from pdserve.engine.attention.base import SequenceChunk
 from pdserve.engine.kv_cache import KVCache
 

@@ -6,6 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import torch
+
 from pdserve.core.errors import ConfigError
 from pdserve.engine.attention.base import AttentionBackend
 

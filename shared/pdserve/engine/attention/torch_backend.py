@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+
 from pdserve.core.errors import ConfigError
 from pdserve.engine.attention.base import AttentionMetadata, SequenceChunk, slots_of
 from pdserve.engine.attention.plan import Bucket, Plan, Source, make_plan

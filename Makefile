@@ -1,0 +1,53 @@
+# Everything a fresh machine needs is Python 3.11 and make: each target sets up what it uses.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PROMPT ?=
+PYTEST := $(BIN)/python -m pytest --durations=10
+
+.PHONY: help venv demo check test test-e2e proto bench-steps bench-attention bench-links clean
+
+help:  ## What there is.
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+venv: $(STAMP)  ## Make .venv and install pdserve into it.
+
+$(STAMP): pyproject.toml scripts/install.py
+	$(PYTHON) scripts/install.py $(VENV)
+	@touch $(STAMP)
+
+demo: $(STAMP)  ## Ask a real model, prefilled in one process and decoded in another. PROMPT="..." asks your own.
+	$(BIN)/pdserve demo $(if $(PROMPT),"$(PROMPT)")
+
+check: $(STAMP)  ## Format, lint, types, floors, schemas, README commands, one NCCL.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy scripts benchmarks
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/python scripts/proto.py --check
+	$(BIN)/python scripts/check_readme.py
+	$(BIN)/python scripts/check_nccl.py
+
+test: $(STAMP)  ## All tests but the slow ones.
+	$(PYTEST) -m "not slow"
+
+test-e2e: $(STAMP)  ## The slow end-to-end tests.
+	$(PYTEST) -m slow
+
+proto: $(STAMP)  ## Generate shared/pdserve/v1 from protos/.
+	$(BIN)/python scripts/proto.py
+
+bench-steps: $(STAMP)  ## Does serving disturb the engine's steps?
+	$(BIN)/python benchmarks/steps.py
+
+bench-attention: $(STAMP)  ## Ways to attend over pages on a CPU.
+	$(BIN)/python benchmarks/attention.py
+
+bench-links: $(STAMP)  ## How fast KV moves between two workers.
+	$(BIN)/python benchmarks/links.py
+
+clean:  ## Remove what was built; the model cache stays.
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
