@@ -25,9 +25,10 @@ class Verdict:
 @lru_cache(maxsize=2)
 def load_reference(folder: Path) -> Any:
     """The model in float32 on the CPU."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.inference_mode()

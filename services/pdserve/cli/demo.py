@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from pdserve.client import Client, Finish
 
 DEMO_MODEL = "smollm2-135m-instruct"
-DEFAULT_PROMPT = "Why is the sky blue? Answer in two sentences."
-FOLLOW_UP = "Now say it again in one short sentence."
+DEFAULT_PROMPT = "Tell me about the ocean."
+FOLLOW_UP = "Tell me more."
+# Long enough for a prefix worth keeping: about 200 tokens.
 SYSTEM = """\
-You are a helpful assistant for the visitors of a science museum. Visitors are of every age, and most of
-them read your answer on a small screen while they stand in front of an exhibit, so you keep to the
-question, you use plain words, and you never write more than a few sentences. When a visitor asks about
-nature, name the cause before the consequence, and prefer an example from everyday life to a formula. When a
-visitor asks about history, name the year and the place if you know them, and say so if you do not. When a
-visitor asks about the museum itself, say that the staff at the desk near the entrance can help, because you
-know nothing about opening hours, tickets, or the way to the exit. Do not invent numbers. Do not repeat the
-question. Do not add a list unless the visitor asks for one. If a question cannot be answered in a few
-sentences, answer its most interesting part and name the exhibit halls where the visitor may find the rest:
-light and colour, heat and cold, sound and music, plants and animals, stars and planets, and the hall of
-early machines. Be friendly, be correct, and be brief."""
+You are a friendly science teacher. You explain how things work to curious people of every age. You use
+plain words and examples from everyday life. You like questions about light and colour, heat and cold, sound
+and music, plants and animals, the weather and the sea, the stars and the planets. Light from the sun is a
+mixture of all colours. Air scatters blue light more than red light. Water boils when it is hot enough and
+freezes when it is cold enough. Sound is a wave that travels through air, and it travels faster through
+water. Plants make sugar from sunlight, water and air. Bees carry pollen from flower to flower. The moon
+shines because the sun lights it, and it pulls the tides. The planets go round the sun, and the sun is a
+star among many others. Mountains rise where plates of rock push against each other, and rivers carry them
+slowly to the sea. Metals carry heat and electricity well, and wood does not. You know that good answers
+begin with the cause and go on to what follows from it.""".replace("\n", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def answer_table(answers: Sequence[Answer]) -> Table:
     from rich.table import Table
 
     table = Table(title="where the time went", title_justify="left")
-    for name in ("", "first question", "second question, same beginning")[: 1 + len(answers)]:
+    for name in ("", "first question", "second, same beginning")[: 1 + len(answers)]:
         table.add_column(name, justify="right" if name else "left")
     for label, cells in answer_rows(answers):
         table.add_row(label, *cells)
@@ -169,5 +169,6 @@ def _show(table: Table) -> None:
 
     console = Console()
     if not console.is_terminal:
+        console = Console(width=100)
         table.box = ASCII
     console.print(table)

@@ -14,7 +14,9 @@ from pdserve.cli.generate import DEFAULT_TARGET
 if TYPE_CHECKING:
     from pdserve.client import FleetWorker
 
-COLUMNS = ("role", "id", "endpoint", "model", "state", "running", "waiting", "free", "cached", "owned", "reserved")
+NUMBERS = ("running / waiting", "blocks free / cached", "owned / reserved", "outstanding tokens")
+COLUMNS = ("role", "worker", "model", "state", *NUMBERS)
+WIDE = 160
 
 
 def status(
@@ -34,21 +36,31 @@ async def _status(target: str, as_json: bool) -> None:
         for worker in fleet:
             typer.echo(json.dumps(dataclasses.asdict(worker)))
         return
+    from rich.box import ASCII, HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"fleet of {target}")
-    for name in (*COLUMNS, "outstanding"):
-        table.add_column(name, justify="left" if name in COLUMNS[:5] else "right", overflow="fold")
+    terminal = Console().is_terminal
+    console = Console() if terminal else Console(width=WIDE)  # a pipe has no width to keep to
+    table = Table(title=f"workers of {target}", title_justify="left", box=HEAVY_HEAD if terminal else ASCII)
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
     for worker in fleet:
         table.add_row(*row(worker))
-    console = Console()
-    console.print(table, width=None if console.is_terminal else 160)  # a pipe is no reason to cut columns
+    console.print(table)
 
 
 def row(worker: FleetWorker) -> tuple[str, ...]:
-    """The table's cells, in the order of COLUMNS and then outstanding tokens. Counts of blocks for the blocks."""
+    """The table's cells, in the order of COLUMNS."""
     state = "draining" if worker.draining else "connected" if worker.connected else "unreachable"
-    numbers = (worker.running, worker.waiting, worker.free_blocks, worker.cached_blocks, worker.owned_blocks)
-    texts = (worker.role or "?", worker.worker_id or "?", worker.endpoint, worker.model, state)
-    return (*texts, *(str(number) for number in (*numbers, worker.reserved_blocks, worker.outstanding_tokens)))
+    held = f"{worker.owned_blocks} / {worker.reserved_blocks}"
+    return (
+        worker.role or "?",
+        worker.worker_id or worker.endpoint,
+        worker.model,
+        state,
+        f"{worker.running} / {worker.waiting}",
+        f"{worker.free_blocks} / {worker.cached_blocks}",
+        held,
+        str(worker.outstanding_tokens),
+    )

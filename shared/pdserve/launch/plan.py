@@ -175,11 +175,14 @@ def plan_suite(
         )
     common = {"otlp-endpoint": options.otlp_endpoint, "log-level": options.log_level}
     capacity = prefix_cache_capacity or min(share, CACHE_CAPACITY_MAX)
-    cache_flags = _arguments({"capacity": capacity, "host": "127.0.0.1", "port": 0, **common})
-    caches = tuple(ServicePlan("prefix_cache", f"prefix-cache-{i}", cache_flags) for i in range(prefix_caches))
+    caches = []
+    for index in range(prefix_caches):
+        name = f"prefix-cache-{index}"
+        cache_flags = {"capacity": capacity, "worker-id": name, "host": "127.0.0.1", "port": 0, **common}
+        caches.append(ServicePlan("prefix_cache", name, _arguments(cache_flags)))
     models = tuple(flag for part in parts for flag in ("--model", f"{part.name}={part.path}"))
     router = ServicePlan("router", "router", (*models, *_arguments({"host": host, "port": port, **common})))
-    return SuitePlan(caches, tuple(workers), router, tuple(notes))
+    return SuitePlan(tuple(caches), tuple(workers), router, tuple(notes))
 
 
 def divide_cores(modules: Sequence[str], cores: Sequence[int]) -> list[tuple[int, ...]]:

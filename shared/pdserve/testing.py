@@ -1,0 +1,133 @@
+"""Cluster: every service as a real process on a free loopback port, for tests and notebooks.
+
+async with Cluster(model_folder, prefill=1, decode=1) as cluster:
+    answer = await cluster.client.complete("Once upon a time", max_tokens=8)
+    await cluster.assert_all_free()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc.aio
+
+from pdserve.client import Client
+from pdserve.core.errors import Unavailable
+from pdserve.launch import Machine, ModelPart, Service, Suite, WorkerOptions, plan_suite
+from pdserve.launch.models import model_part
+from pdserve.rpc.channel import connect
+from pdserve.v1 import worker_pb2
+from pdserve.v1.worker_pb2_grpc import WorkerServiceStub
+
+KV_CACHE_MEMORY = 64 << 20  # plenty for tiny models, and quick to get
+START_TIMEOUT = 120.0
+DEADLINE = 30.0  # seconds until every block must be back
+
+
+class Cluster:
+    """A suite with a client. Entering starts it, leaving stops it and raises SuiteFailed if any part died unasked.
+
+    `models` is a folder, or ModelParts for several models or counts of their own. `options` are WorkerOptions'
+    fields; `per_worker` overrides single flags of single workers: {"decode-0": {"kv-cache-memory": 1 << 20}}.
+    Logs go to `log_folder`, or to a folder that is deleted at the end.
+    """
+
+    def __init__(
+        self,
+        models: Path | Sequence[ModelPart],
+        *,
+        prefill: int = 0,
+        decode: int = 0,
+        colocated: int = 0,
+        prefix_caches: int = 0,
+        per_worker: Mapping[str, Mapping[str, object]] | None = None,
+        log_folder: Path | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(models, Path):
+            if not (prefill or decode or colocated):
+                prefill = decode = 1
+            models = [model_part(models, models.name, prefill, decode, colocated)]
+        elif prefill or decode or colocated:
+            raise ValueError("ModelParts bring counts of their own")
+        workers = WorkerOptions(**{"device": "cpu", "kv_cache_memory": KV_CACHE_MEMORY, **options})
+        self._plan = plan_suite(models, Machine.here(), workers, prefix_caches=prefix_caches, per_worker=per_worker)
+        self._log_folder = log_folder
+        self._stack = AsyncExitStack()
+        self.suite: Suite
+        self.client: Client
+        """A client of the router, closed with the cluster. `Client(cluster.endpoint)` makes another."""
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            folder = self._log_folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-")))
+            suite = Suite(self._plan, log_folder=folder, start_timeout=START_TIMEOUT)
+            self.suite = await stack.enter_async_context(suite)
+            self.client = await stack.enter_async_context(Client(self.suite.endpoint))
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failure = self.suite.failure
+        await self._stack.aclose()
+        if failure is not None and error is None:
+            raise failure
+
+    @property
+    def endpoint(self) -> str:
+        """The router's host:port."""
+        return self.suite.endpoint
+
+    @property
+    def workers(self) -> dict[str, Service]:
+        """Prefill and decode workers by name: "prefill-0", "decode-0", ..."""
+        return {service.name: service for service in self.suite.workers}
+
+    async def kill(self, worker: str) -> None:
+        """SIGKILL a worker and what it started, and wait until it is gone. The rest runs on."""
+        service = self.workers[worker]
+        service.kill()
+        await service.exited
+
+    async def assert_all_free(self, timeout: float = DEADLINE) -> None:
+        """Wait until no living worker has a block that is owned or reserved. AssertionError after `timeout` seconds.
+
+        Asks the workers themselves, each by one Watch stream, and waits for what they tell.
+        """
+        living = [service for service in self.suite.workers if service.returncode is None]
+        await asyncio.gather(*(wait_all_free(service.endpoint, timeout) for service in living))
+
+
+async def wait_all_free(endpoint: str, timeout: float = DEADLINE) -> None:
+    """Watch one worker until each of its blocks is free or cached. AssertionError when it is not in time, or when its
+    blocks don't add up; Unavailable when it goes away."""
+    load, total = worker_pb2.WorkerLoad(), 0
+    async with connect(endpoint) as channel:
+        hello = worker_pb2.WatchRequest(protocol=worker_pb2.VersionRange(min=1, max=1))
+        call = WorkerServiceStub(channel).Watch(hello)
+        try:
+            async with asyncio.timeout(timeout):
+                async for event in call:
+                    if event.HasField("snapshot"):
+                        total = event.snapshot.total_blocks
+                        continue
+                    load = event.delta.load
+                    held = load.owned_blocks + load.reserved_blocks
+                    assert load.free_blocks + load.cached_blocks + held == total, f"{endpoint}: {load} of {total}"
+                    if not held:
+                        return
+        except TimeoutError:
+            raise AssertionError(f"{endpoint} still holds blocks after {timeout} s: {load}") from None
+        except grpc.aio.AioRpcError as error:
+            raise Unavailable(f"{endpoint} went away: {error.details()}") from None
+        finally:
+            call.cancel()
+    raise Unavailable(f"{endpoint} ended its Watch stream")
