@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-PROMPT ?=
+export PROMPT
 PYTEST := $(BIN)/python -m pytest --durations=10
 
 .PHONY: help venv demo check test test-e2e proto bench-steps bench-attention bench-links clean
@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml scripts/install.py
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## Ask a real model, prefilled in one process and decoded in another. PROMPT="..." asks your own.
-	$(BIN)/pdserve demo $(if $(PROMPT),"$(PROMPT)")
+	@$(BIN)/pdserve demo $${PROMPT:+-- "$$PROMPT"}
 
 check: $(STAMP)  ## Format, lint, types, floors, schemas, README commands, one NCCL.
 	$(BIN)/ruff format --check .

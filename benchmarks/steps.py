@@ -33,12 +33,6 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
-def pin(pid: int, cores: set[int]) -> None:
-    """Keep every thread of a process, and those they will start, on `cores`."""
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
-
-
 def other_cores() -> set[int]:
     return set(range(os.cpu_count() or 1)) - {ENGINE_CORE} or {ENGINE_CORE}
 
@@ -90,10 +84,10 @@ async def served(model: Path, streams: int, tokens: int, folder: Path) -> list[t
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     flags = f"--model {model} --dtype float32 --device cpu --kv-cache-memory {256 << 20} --max-num-seqs {streams}"
     flags += f" --max-num-batched-tokens 8192 --cores {ENGINE_CORE} --threads 1 --step-log {log}"
+    flags += f" --front-cores {','.join(map(str, other_cores()))}"
     service = await Service.start("decode", "decode", flags.split(), log_folder=folder, listener=lambda event: None)
     try:
         await service.ready()
-        pin(service.pid, other_cores())
         os.sched_setaffinity(0, other_cores())
         channel = connect(service.endpoint)
         session = DecodeServiceStub(channel).Session()

@@ -335,8 +335,8 @@ def test_a_killed_sender_is_noticed_within_a_second(told: bool) -> None:
     ours, theirs = socket.socketpair()
     command = [sys.executable, __file__, str(theirs.fileno())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-    theirs.close()
+    with theirs:
+        child = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
     channel: Channel[LinkMessage, LinkMessage] = Channel(ours, LinkMessage)  # type: ignore[arg-type]
     decode.deliver = lambda epoch, message: _send_quietly(channel, LinkControl("decode", epoch, message))
     last_word: list[float] = []
@@ -358,8 +358,8 @@ def test_a_killed_sender_is_noticed_within_a_second(told: bool) -> None:
     failed = decode.events.get(timeout=60)
     assert isinstance(failed, ReceiveFailed) and failed.ticket == "t", failed
     assert time.monotonic() - last_word[0] < 1.0
-    listener.join()
     assert child.wait(PATIENCE) == -signal.SIGKILL
+    listener.join()
     assert decode.hub.stats()[1] > 0
     decode.close()
     channel.close()
@@ -400,18 +400,27 @@ def _send_quietly(channel: Channel[LinkMessage, LinkMessage], message: LinkMessa
 
 def _child(fd: int) -> None:
     """A prefill worker that is killed at its third frame, between announcing and sending it."""
-    posts = iter(range(1000))
+    posts, announced = iter(range(1000)), threading.Semaphore(0)
     send = GlooTransport.send
 
     def send_or_die(self: GlooTransport, tensor: torch.Tensor) -> Work:
-        if next(posts) == 3:  # the first is the warm-up
+        number = next(posts)  # 0 is the warm-up
+        if number:
+            announced.acquire()
+        if number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         return send(self, tensor)
 
     GlooTransport.send = send_or_die  # type: ignore[method-assign]
     channel: Channel[LinkMessage, LinkMessage] = Channel(socket.socket(fileno=fd), LinkMessage)  # type: ignore[arg-type]
     end = End("prefill")
-    end.deliver = lambda epoch, message: channel.send(LinkControl("prefill", epoch, message))
+
+    def deliver(epoch: int, message: ControlMessage) -> None:
+        channel.send(LinkControl("prefill", epoch, message))
+        if isinstance(message, Announce):
+            announced.release()
+
+    end.deliver = deliver
     end.hub.start_send("t", 1, "decode", range(100), 100)
     push(end, {"t": 100}, chunk=100)
     end.hub.open("decode", 1, False, "gloo")

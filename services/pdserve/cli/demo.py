@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -96,15 +96,17 @@ async def _demo(prompt: str, model: str, max_tokens: int, dtype: str | None, dev
 
 
 async def _ask(client: Client, conversation: list[dict[str, str]], max_tokens: int) -> Answer:
-    """Stream one greedy answer to stdout and measure it."""
+    """Stream one answer to stdout and measure it."""
     from pdserve.client import Finish, Output
 
+    # Greedy, so that everybody sees the same; small models repeat themselves then, unless that costs something.
+    options: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.15, "max_tokens": max_tokens}
     typer.secho(f"> {conversation[-1]['content']}", bold=True)
     start = time.perf_counter()
     arrivals: list[float] = []
     text: list[str] = []
     finish: Finish | None = None
-    async with aclosing(client.generate(conversation, temperature=0.0, max_tokens=max_tokens)) as events:
+    async with aclosing(client.generate(conversation, **options)) as events:
         async for event in events:
             if isinstance(event, Output):
                 arrivals += [time.perf_counter()] * len(event.tokens)  # tokens that come together: gaps of 0

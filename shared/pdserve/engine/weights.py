@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -27,26 +27,31 @@ def load_weights(model: CausalLM, folder: Path, progress: Progress | None = None
     missing = set(places)
     total, done = len(places), 0
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    if name not in places:
-                        _check_ignorable(model, path, name)
-                        continue
-                    tensor = file.get_tensor(name)
-                    if tensor.shape != places[name].shape:
-                        expected, found = list(places[name].shape), list(tensor.shape)
-                        raise ModelError(f"{path}: {name} has shape {found}, expected {expected}")
-                    places[name].copy_(tensor)
-                    missing.discard(name)
-                    done += 1
-                    if progress is not None:
-                        progress(done, total)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ModelError(f"cannot read {path}: {error}") from error
+        for name, tensor in _tensors(path):
+            if name not in places:
+                _check_ignorable(model, path, name)
+                continue
+            if tensor.shape != places[name].shape:
+                expected, found = list(places[name].shape), list(tensor.shape)
+                raise ModelError(f"{path}: {name} has shape {found}, expected {expected}")
+            places[name].copy_(tensor)
+            missing.discard(name)
+            done += 1
+            if progress is not None:
+                progress(done, total)
     if missing:
         first, *others = sorted(missing)
         raise ModelError(f"{folder}: no file holds {first}" + (f" and {len(others)} other tensors" if others else ""))
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a file by name, mapped. Raises ModelError where the file cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
 
 
 def weight_files(folder: Path) -> list[Path]:

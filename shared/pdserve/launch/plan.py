@@ -18,6 +18,7 @@ KV_MEMORY_SHARE = (
 KV_MEMORY_MAX = 2 * GIB  # for each worker, unless more is asked for or two longest sequences need more
 CACHE_CAPACITY_MAX = 2 * GIB
 GPU_MEMORY_UTILIZATION = 0.9
+DRAIN_SECONDS = 8.0  # for running answers once a suite is told to stop; below the grace before it is killed
 _PASSED_ON = (
     *("dtype", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "lookahead_tokens"),
     *("attention_backend", "kv_transport", "tensor_parallel_size", "otlp_endpoint", "log_level"),
@@ -162,6 +163,7 @@ def plan_suite(
             "kv-cache-memory": kv_memory,
             "gpu-memory-utilization": utilization,
             **{name.replace("_", "-"): getattr(options, name) for name in _PASSED_ON},
+            "drain-seconds": DRAIN_SECONDS,
             "host": "127.0.0.1",
             "port": 0,
             **overrides.get(slot.name, {}),
@@ -173,7 +175,7 @@ def plan_suite(
             + (f"cores {flags['cores']}" if flags["cores"] else "any core")
             + (f", {kv_memory / GIB:.2f} GiB of KV cache" if kv_memory is not None else "")
         )
-    common = {"otlp-endpoint": options.otlp_endpoint, "log-level": options.log_level}
+    common = {"drain-seconds": DRAIN_SECONDS, "otlp-endpoint": options.otlp_endpoint, "log-level": options.log_level}
     capacity = prefix_cache_capacity or min(share, CACHE_CAPACITY_MAX)
     caches = []
     for index in range(prefix_caches):

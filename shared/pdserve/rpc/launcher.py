@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
-import signal
 import socket
-import sys
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from pdserve.core.process import die_with_parent
 
 
 class Launcher:
@@ -59,12 +56,3 @@ class Launcher:
             while await reader.read(4096):
                 pass
         self.gone.set()
-
-
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the thread that started it ends; elsewhere only the socket's end tells.
-
-    It is the thread that counts, not the process: start services from a thread that lives as long as they should.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -30,6 +30,7 @@ class WorkerSettings(ServiceSettings):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda|cuda:\d+)$", description="auto, cpu, cuda or cuda:N")
     threads: int = Field(0, ge=0, description="threads that compute on a CPU; 0: one for each given core")
     cores: str = Field("", description='cores for this worker, such as "0,1"; empty: all that the process may use')
+    front_cores: str = Field("", description="cores for the process that does gRPC; empty: those of the engine")
     block_size: int = Field(16, ge=1, le=4096, description="tokens in a KV block")
     kv_cache_memory: ByteSize = Field(
         ByteSize(0), description="bytes for KV blocks; 0: a share of memory, see gpu-memory-utilization"
@@ -53,7 +54,7 @@ class WorkerSettings(ServiceSettings):
     prefix_cache: str | None = Field(None, description="endpoint of a prefix-cache service")
     step_log: Path | None = Field(None, description="file for the end and size of each step, written at the end")
 
-    @field_validator("cores")
+    @field_validator("cores", "front_cores")
     @classmethod
     def _check_cores(cls, value: str) -> str:
         cores = parse_cores(value)
@@ -79,6 +80,10 @@ class WorkerSettings(ServiceSettings):
     @property
     def core_list(self) -> tuple[int, ...]:
         return parse_cores(self.cores)
+
+    @property
+    def front_core_list(self) -> tuple[int, ...]:
+        return parse_cores(self.front_cores) or self.core_list
 
     @property
     def thread_count(self) -> int:

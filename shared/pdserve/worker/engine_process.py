@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from pdserve.core.errors import ConfigError, IntegrityError, PdserveError
+from pdserve.core.process import die_with_parent
 from pdserve.core.sequence import EndReason
 from pdserve.engine.block_io import export_blocks, load_blocks
 from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
@@ -93,9 +94,12 @@ class EngineLoop:
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
+            # What came together with the settings is in the channel's buffer, where select does not see it.
+            ready: Set[object] = {self._channel} if self._channel.buffered() else frozenset()
             while self._running:
-                ready = {key.fileobj for key, _ in selector.select(self._patience())}
+                ready = ready or {key.fileobj for key, _ in selector.select(self._patience())}
                 self._take_in(ready)
+                ready = frozenset()
                 if self._engine.has_work:
                     self._engine.step()
                     if self._step_log:
@@ -223,11 +227,18 @@ def _started(built: BuiltEngine) -> EngineStarted:
         max_model_len=built.max_model_len,
         vocab_size=built.config.vocab_size,
         total_blocks=built.kv.num_blocks,
-        device=str(built.device),
+        device=_device_name(built.device),
         transports=["nccl", "gloo"] if cuda else ["gloo"],
         versions=versions,
         notes=built.notes,
     )
+
+
+def _device_name(device: torch.device) -> str:
+    """ "cpu", or "cuda:0 (its UUID)": two workers may see different GPUs under one number."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} ({torch.cuda.get_device_properties(device).uuid})"
 
 
 def serve(channel: Channel[ToEngine, FromEngine], links: Channel[LinkMessage, LinkMessage]) -> int:
@@ -258,6 +269,7 @@ def main() -> int:
     parser.add_argument("--engine-fd", type=int, required=True)
     parser.add_argument("--link-fd", type=int, required=True)
     args = parser.parse_args()
+    die_with_parent()
     pairs = [socket.socket(fileno=fd) for fd in (args.engine_fd, args.link_fd)]
     for pair in pairs:
         pair.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)

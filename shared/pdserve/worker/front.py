@@ -232,9 +232,9 @@ def run_worker(role: str, make: MakeService, argv: Sequence[str] | None = None) 
     settings = WorkerSettings.load(argv)
     setup_logs(role, settings.log_level)
     stop_tracing = setup_tracing(role, settings.otlp_endpoint)
-    if settings.core_list and hasattr(os, "sched_setaffinity"):
-        # The front shares the engine's cores: on another worker's it would be that one's jitter.
-        os.sched_setaffinity(0, settings.core_list)
+    if settings.front_core_list and hasattr(os, "sched_setaffinity"):
+        # By default the front shares the engine's cores: on another worker's it would be that one's jitter.
+        os.sched_setaffinity(0, settings.front_core_list)
     try:
         asyncio.run(_serve(settings, role, make))
     except ServiceFailed as error:
