@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,11 @@ async def serve(
 
 async def all_free(endpoint: str) -> None:
     """Watch one worker until its blocks are all free or cached."""
+    await watch(endpoint, lambda load: not load.owned_blocks + load.reserved_blocks)
+
+
+async def watch(endpoint: str, until: Callable[[worker_pb2.WorkerLoad], bool]) -> None:
+    """Follow one worker's load until `until` holds. Fails after the deadline, or when its blocks do not add up."""
     load = worker_pb2.WorkerLoad()
     channel = connect(endpoint)
     call = WorkerServiceStub(channel).Watch(
@@ -64,12 +69,12 @@ async def all_free(endpoint: str) -> None:
                     total = event.snapshot.total_blocks
                     continue
                 load = event.delta.load
-                held = load.owned_blocks + load.reserved_blocks
-                assert load.free_blocks + load.cached_blocks + held == total
-                if not held:
+                blocks = (load.free_blocks, load.cached_blocks, load.owned_blocks, load.reserved_blocks)
+                assert sum(blocks) == total or not total
+                if until(load):
                     return
     except TimeoutError:
-        raise AssertionError(f"{endpoint} still holds blocks: {load}") from None
+        raise AssertionError(f"{endpoint} is still not as it should be: {load}") from None
     finally:
         call.cancel()
         await channel.close()

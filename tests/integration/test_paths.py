@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.client import Completion
 from pdserve.launch import ModelPart
-from tests.integration.suites import prompt, serve
+from tests.integration.suites import prompt, serve, watch
 from tests.reference import check_greedy
 from tests.tiny_models import make_tiny_model
 
@@ -18,6 +19,7 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
     (prompt(length, seed=length), options) for length in (5, 48, 150) for options in ({"temperature": 0.0}, SEEDED)
 ]
 ANSWER = 40
+LAYER_TOKEN_BYTES = 2 * 2 * 16 * 4  # K and V, KV heads, head size, float32; the tiny model has 2 layers
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +48,7 @@ async def test_paths_agree(model: Path, tmp_path: Path) -> None:
         tmp_path / "local", ModelPart(model, "tiny", colocated=1), block_size=8, max_num_batched_tokens=23
     )
     assert local == remote
-    layer_token_bytes = 2 * 2 * 16 * 4  # K and V, KV heads, head size, float32; the tiny model has 2 layers
-    pool = 18 * 16 * 2 * layer_token_bytes
+    pool = 18 * 16 * 2 * LAYER_TOKEN_BYTES
     small, replays = await answers(
         tmp_path / "small",
         ModelPart(model, "tiny", prefill=1, decode=1),
@@ -57,3 +58,26 @@ async def test_paths_agree(model: Path, tmp_path: Path) -> None:
     )
     assert small == remote
     assert replays > 0
+
+
+async def test_what_was_evicted_comes_from_the_prefix_cache(model: Path, tmp_path: Path) -> None:
+    """Both workers' pools have forgotten a prompt; its KV is fetched, and the answer is the same."""
+    pool = {"kv-cache-memory": 18 * 16 * 2 * LAYER_TOKEN_BYTES}
+    part = ModelPart(model, "tiny", prefill=1, decode=1)
+    async with serve(
+        tmp_path, part, prefix_caches=1, max_model_len=256, per_worker={"prefill-0": pool, "decode-0": pool}
+    ) as suite:
+
+        async def ask(seed: int) -> Completion:
+            return await suite.client.complete(prompt(200, seed), temperature=0.0, max_tokens=8, ignore_eos=True)
+
+        first = await ask(1)
+        await watch(suite.suite.caches[0].endpoint, lambda load: load.cached_blocks >= 200 // 16)
+        for seed in (2, 3):
+            await ask(seed)
+        again = await ask(1)
+        await suite.all_free()
+    assert again.token_ids == first.token_ids
+    assert first.finish.usage.cached_tokens == 0
+    assert again.finish.usage.cached_tokens == 192
+    assert again.finish.usage.prefill_worker == "prefill-0"

@@ -1,0 +1,99 @@
+"""The command line without a fleet: what it refuses, and with which code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pdserve.cli.app import app
+from pdserve.cli.console import parse_size
+from pdserve.cli.serve import model_counts
+from pdserve.core.errors import ConfigError
+
+runner = CliRunner()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--model", "m", "--colocated", "1", "--prefill", "1"], "leave --prefill and --decode out"),
+        (["serve", "--model", "a", "--prefill", "1", "--prefill", "2"], "given 2 times for 1 models"),
+        (["serve"], "--model"),
+        (["serve", "--model", "m", "--kv-cache-memory", "lots"], "not a size"),
+        (["generate", "hi", "--logprobs", "1"], "--json"),
+        (["generate", "hi", "--no-such-flag"], "--no-such-flag"),
+        (["nothing"], "nothing"),
+    ],
+)
+def test_wrong_usage_is_code_2_and_names_the_culprit(arguments: list[str], words: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_a_model_that_does_not_exist_is_one_line_and_code_1() -> None:
+    result = runner.invoke(app, ["serve", "--model", "./nowhere", "--port", "0"])
+    assert result.exit_code == 1
+    assert "nowhere" in result.output and "Traceback" not in result.output
+
+
+def test_no_router_is_one_line_and_code_1() -> None:
+    """Port 1 on loopback refuses connections."""
+    for command in (["status"], ["generate", "hi"]):
+        result = runner.invoke(app, [*command, "--target", "127.0.0.1:1"])
+        assert result.exit_code == 1
+        assert result.output.startswith("pdserve: ") and result.output.count("\n") == 1
+
+
+def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PDSERVE_MODEL stands for --model, PDSERVE_DEVICE for --device."""
+    monkeypatch.setenv("PDSERVE_MODEL", "./nowhere-else")
+    assert "nowhere-else" in runner.invoke(app, ["serve"]).output
+    monkeypatch.setenv("PDSERVE_PORT", "not a number")
+    assert runner.invoke(app, ["serve"]).exit_code == 2
+
+
+def test_models_list_shows_both_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, hub = tmp_path / "own" / "tiny", tmp_path / "hub" / "models--owner--name" / "snapshots" / "abc"
+    for folder in (own, hub):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"1234")
+    monkeypatch.setenv("PDSERVE_CACHE", str(own.parent))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    lines = runner.invoke(app, ["models", "list", "--json"]).output.splitlines()
+    assert [(entry["name"], entry["weight_bytes"]) for entry in map(json.loads, lines)] == [
+        ("tiny", 4),
+        ("owner/name", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("models", "prefill", "decode", "colocated", "expected"),
+    [
+        (1, [], [], [], [(1, 1, 0)]),
+        (1, [2], [3], [], [(2, 3, 0)]),
+        (2, [1], [2], [], [(1, 2, 0), (1, 2, 0)]),
+        (2, [1, 0], [1, 0], [0, 1], [(1, 1, 0), (0, 0, 1)]),
+        (1, [], [], [2], [(0, 0, 2)]),
+    ],
+)
+def test_counts_are_said_once_or_once_a_model(
+    models: int, prefill: list[int], decode: list[int], colocated: list[int], expected: list[tuple[int, int, int]]
+) -> None:
+    assert model_counts(models, prefill, decode, colocated) == expected
+
+
+def test_counts_that_fit_no_number_of_models_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        model_counts(3, [1, 1], [], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("7", 7), ("1.5KiB", 1536), ("2GB", 2 * 10**9), ("4 gib", 4 << 30), ("3M", 3 * 10**6)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
