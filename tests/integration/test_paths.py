@@ -81,3 +81,19 @@ async def test_what_was_evicted_comes_from_the_prefix_cache(model: Path, tmp_pat
     assert first.finish.usage.cached_tokens == 0
     assert again.finish.usage.cached_tokens == 192
     assert again.finish.usage.prefill_worker == "prefill-0"
+
+
+async def test_what_the_router_places_is_not_refused(model: Path, tmp_path: Path) -> None:
+    """A large look-ahead and a small pool: the second request waits for room instead of being tried again and again."""
+    pool = {"kv-cache-memory": 64 * 16 * 2 * LAYER_TOKEN_BYTES}
+    part = ModelPart(model, "tiny", prefill=1, decode=1)
+    async with serve(tmp_path, part, lookahead_tokens=600, max_model_len=1024, per_worker={"decode-0": pool}) as suite:
+        done = await asyncio.gather(
+            *(
+                suite.client.complete(prompt(100, seed), temperature=0.0, max_tokens=700, ignore_eos=True)
+                for seed in (1, 2)
+            )
+        )
+        await suite.all_free()
+    assert [len(answer.tokens) for answer in done] == [700, 700]
+    assert [answer.finish.usage.replays for answer in done] == [0, 0]

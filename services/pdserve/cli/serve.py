@@ -53,7 +53,7 @@ def serve(
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences that one worker runs at once.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one engine step.")] = None,
     lookahead_tokens: Annotated[int | None, typer.Option(min=1, help="Reserved beyond the prompt.")] = None,
-    attention_backend: Annotated[str | None, typer.Option(help="auto, torch or flash-attn.")] = None,
+    attention_backend: Annotated[str | None, typer.Option(help="auto, torch or flash.")] = None,
     kv_transport: Annotated[str | None, typer.Option(help="auto, nccl or gloo.")] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Only 1 works so far.")] = None,
     otlp_endpoint: Annotated[str | None, typer.Option(help="Where traces go, as host:port.")] = None,

@@ -64,6 +64,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         tickets = self._tickets
         for prompt in step.prompts:  # computed here: complete without a transfer
             self._on_ready(prompt.ticket, 0)
+            ticket = tickets.get(prompt.ticket)
+            if ticket is not None and self._front.prefix is not None:
+                self._front.prefix.observe_prefill(len(ticket.spec.token_ids) - prompt.cached_tokens, prompt.compute)
         parts: dict[RouterSession, decode_pb2.SessionResponse] = {}
         session: RouterSession | None = None
         add: Any = None

@@ -17,7 +17,6 @@ class RouterSettings(ServiceSettings):
     max_queue: int = Field(1024, ge=1, description="requests that may wait for a worker, per model")
     max_request_seconds: float = Field(600.0, gt=0, description="limit for a request that comes without a deadline")
     max_replays: int = Field(5, ge=0, description="tries in a row that may fail without producing a token")
-    lookahead_tokens: int = Field(64, ge=0, description="new tokens that a decode worker reserves room for at first")
     lease_seconds: float = Field(5.0, gt=0, description="silence after which a worker counts as gone")
     resolve_seconds: float = Field(5.0, gt=0, description="how often names of workers are resolved again")
     startup_seconds: float = Field(

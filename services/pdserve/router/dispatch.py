@@ -18,6 +18,7 @@ import structlog
 from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.core.layout import KVLayout
 from pdserve.policy.fleet import PlacementRequest
+from pdserve.policy.reservation import reserved_tokens
 from pdserve.policy.routing import Decision, Kind, choose_pair
 from pdserve.router.fleet import Fleet
 from pdserve.router.ledger import Entry
@@ -26,7 +27,7 @@ from pdserve.router.worker import Worker
 
 log = structlog.get_logger(__name__)
 
-REFUSAL_FIRST = 0.05  # seconds that a worker which refused is left alone, unless it reports before; doubles
+REFUSAL_FIRST = 0.05  # seconds that a worker which refused is left alone; doubles
 REFUSAL_MAX = 1.0
 _RETRY_MIN, _RETRY_MAX = 0.1, 30.0  # seconds, bounds of what RetryInfo says
 _EWMA = 0.2
@@ -34,10 +35,10 @@ _EWMA = 0.2
 
 @dataclass(slots=True)
 class Refusals:
-    """Which workers one request should not be sent to. A hard one lasts until the worker reports or some time passed;
-    a soft one (it failed there) only decides while there is another worker."""
+    """Which workers one request should not be sent to. A hard one lasts for a time that doubles (a worker's report does
+    not lift it: each try costs a prefill); a soft one (it failed there) only decides while there is another worker."""
 
-    hard: dict[str, tuple[int, float]] = field(default_factory=dict)
+    hard: dict[str, float] = field(default_factory=dict)
     soft: set[str] = field(default_factory=set)
     count: int = 0
 
@@ -45,15 +46,12 @@ class Refusals:
         """Note a refusal; returns for how many seconds it holds at most."""
         seconds = min(REFUSAL_MAX, REFUSAL_FIRST * 2.0**self.count)
         self.count += 1
-        self.hard[worker.worker_id] = worker.reports, now + seconds
+        self.hard[worker.worker_id] = now + seconds
         return seconds
 
-    def standing(self, fleet: Fleet, now: float) -> frozenset[str]:
+    def standing(self, now: float) -> frozenset[str]:
         """The workers of which a hard refusal still holds."""
-        for worker_id, (reports, until) in list(self.hard.items()):
-            worker = fleet.by_id(worker_id)
-            if worker is None or worker.reports != reports or now >= until:
-                del self.hard[worker_id]
+        self.hard = {worker_id: until for worker_id, until in self.hard.items() if now < until}
         return frozenset(self.hard)
 
 
@@ -98,10 +96,9 @@ def queue_key(waiting: Waiting) -> tuple[int, bool, int]:
 class Dispatcher:
     """Places waiting sequences whenever the fleet's view changes. Lives on one event loop; starts no task."""
 
-    def __init__(self, fleet: Fleet, max_queue: int, lookahead: int) -> None:
+    def __init__(self, fleet: Fleet, max_queue: int) -> None:
         self._fleet = fleet
         self._max_queue = max_queue
-        self._lookahead = lookahead
         self._queues: dict[str, list[Waiting]] = {}
         self._arrivals = itertools.count()
         self._woken = False
@@ -151,7 +148,7 @@ class Dispatcher:
                 self.wake()  # it may have been the head
 
     def refused(self, waiting: Waiting, worker: Worker) -> None:
-        """`worker` had no room after all; look again when it reports or the refusal has run out."""
+        """`worker` had no room after all; look again when the refusal has run out."""
         loop = asyncio.get_running_loop()
         seconds = waiting.refusals.refuse(worker, loop.time())
         loop.call_later(seconds + 0.001, self.wake)
@@ -192,11 +189,10 @@ class Dispatcher:
                 self._told.pop(name, None)
 
     def _decide(self, waiting: Waiting) -> Decision:
-        refused = waiting.refusals.standing(self._fleet, asyncio.get_running_loop().time())
+        refused = waiting.refusals.standing(asyncio.get_running_loop().time())
         request = PlacementRequest(
             tokens=waiting.tokens,
             remaining=waiting.remaining,
-            lookahead=self._lookahead,
             held=self._fleet.held(waiting.model, waiting.hashes),
             excluded=refused | waiting.refusals.soft,
         )
@@ -218,7 +214,8 @@ class Dispatcher:
             blocks = prefill.layout.blocks_for(tokens)
             assignment.prefill_entry = prefill.ledger.add(tokens, tokens, blocks)
         if decode is not None and decode.layout is not None:
-            blocks = decode.layout.blocks_for(tokens + min(self._lookahead, waiting.remaining))
+            lookahead = decode.snapshot.lookahead_tokens if decode.snapshot else 0
+            blocks = decode.layout.blocks_for(reserved_tokens(tokens, waiting.remaining, lookahead))
             local = tokens if prefill is None else 0
             assignment.decode_entry = decode.ledger.add(tokens, local, blocks)
         return assignment

@@ -176,7 +176,8 @@ class Fleet:
             self._apply(now, before if complete else set())
             for endpoint in now - before:
                 self._workers[endpoint].retry_now()
-            before = now if complete else before | now
+            # Who left the name while still connected is followed until it is gone, and looked at again then.
+            before = (now | (before & self._workers.keys())) if complete else before | now
             await asyncio.sleep(self._settings.resolve_seconds)
 
 

@@ -15,7 +15,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.models import Models
 from pdserve.router.request import RequestRun
 from pdserve.router.stages import Timeline
-from pdserve.router.validate import resolve, resolve_request_id
+from pdserve.router.validate import MAX_MODEL_NAME, resolve, resolve_request_id
 from pdserve.rpc.errors import DeadlineExceeded, abort, status_code
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
@@ -46,7 +46,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def start(self, models: Models, fleet: Fleet) -> None:
         """Serve `models` with `fleet`, which outlives this service's requests."""
         self._models, self._fleet = models, fleet
-        self._dispatcher = Dispatcher(fleet, self._settings.max_queue, self._settings.lookahead_tokens)
+        self._dispatcher = Dispatcher(fleet, self._settings.max_queue)
 
     def waiting(self, model: str) -> int:
         """How many requests for `model` wait for a worker."""
@@ -61,6 +61,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         self._running += 1
         self._idle.clear()
+        if len(request.model) > MAX_MODEL_NAME:  # before it stands in spans and logs
+            request.model = request.model[:MAX_MODEL_NAME] + "..."
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         chat = request.WhichOneof("prompt") == "chat"
         operation = names.OPERATION_CHAT if chat else names.OPERATION_TEXT_COMPLETION

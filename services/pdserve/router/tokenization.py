@@ -56,9 +56,9 @@ class TextCodec:
         special = {name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None}
         return cls(tokenizer, template, special)
 
-    def require_plausible(self, text: str, max_tokens: int, field: str) -> None:
-        """Raise InvalidRequest for text that cannot be as short as `max_tokens` tokens, before work is spent on it."""
-        least = len(text) // self._longest
+    def require_plausible(self, characters: int, max_tokens: int, field: str) -> None:
+        """Raise InvalidRequest for so much text that it cannot be `max_tokens` tokens, before work is spent on it."""
+        least = characters // self._longest
         if least > max_tokens:
             raise InvalidRequest(field, f"at least {least} tokens, but max_model_len is {max_tokens}")
 

@@ -14,6 +14,8 @@ from pdserve.router.models import ModelFacts, ServedModel
 from pdserve.v1 import inference_pb2
 
 MAX_REQUEST_ID = 128
+MAX_MODEL_NAME = 256
+MAX_SALT = 256
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 
@@ -35,6 +37,12 @@ async def resolve(
 ) -> ResolvedRequest:
     """Check and complete `request`; `request_id` is used where it has none. Raises InvalidRequest, naming the field."""
     name = resolve_request_id(request.request_id or request_id)
+    for path, value, most in (
+        ("cache_salt", request.cache_salt, MAX_SALT),
+        ("session_id", request.session_id, MAX_SALT),
+    ):
+        if len(value) > most:
+            raise InvalidRequest(path, f"at most {most} characters, got {len(value)}")
     stops = _check_stops(request.stopping.stop)
     params = _sampling(request, model.defaults)
     # Before tokenizing, with the largest max_tokens that could be: everything but the lengths is final.
@@ -59,7 +67,7 @@ async def resolve(
         token_ids=tuple(tokens),
         prompt_len=len(tokens),
         params=params,
-        eos_token_ids=model.eos_token_ids,
+        eos_token_ids=tuple(token for token in model.eos_token_ids if token < facts.vocab_size),
         priority=request.priority,
         cache_salt=request.cache_salt,
     )
@@ -123,13 +131,17 @@ async def _prompt(
     kind = request.WhichOneof("prompt")
     if kind == "token_ids":
         field = "token_ids.ids"
+        count = len(request.token_ids.ids)
+        if count >= facts.max_model_len:  # before anything walks over them
+            message = f"{count} tokens leave no room for an answer: max_model_len is {facts.max_model_len}"
+            raise InvalidRequest(field, message)
         tokens = list(request.token_ids.ids)
         outside = next((token for token in tokens if token >= facts.vocab_size), None)
         if outside is not None:
             raise InvalidRequest(field, f"token id {outside} is outside the vocabulary of {facts.vocab_size}")
     elif kind == "text":
         field = "text"
-        model.codec.require_plausible(request.text, facts.max_model_len, field)
+        model.codec.require_plausible(len(request.text), facts.max_model_len, field)
         tokens = await model.codec.encode(request.text)
     elif kind == "chat":
         field = "chat.messages"
@@ -149,7 +161,8 @@ async def _chat(chat: inference_pb2.Chat, model: ServedModel, facts: ModelFacts)
     for index, message in enumerate(chat.messages):
         if not message.role or any(unicodedata.category(character) == "Cc" for character in message.role):
             raise InvalidRequest(f"chat.messages[{index}].role", "must be a name such as 'user'")
+    length = sum(len(message.content) for message in chat.messages)
+    model.codec.require_plausible(length, facts.max_model_len, "chat.messages")
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
     text = await model.codec.render(messages)
-    model.codec.require_plausible(text, facts.max_model_len, "chat.messages")
     return await model.codec.encode(text, add_special_tokens=False)

@@ -81,6 +81,8 @@ class Worker:
             max_num_batched_tokens=snapshot.max_num_batched_tokens,
             total_blocks=snapshot.total_blocks,
             available_blocks=load.free_blocks + load.cached_blocks,
+            lookahead_tokens=snapshot.lookahead_tokens,
+            watermark_blocks=snapshot.watermark_blocks,
             connected=self.connected,
             draining=self.draining,
             in_flight_blocks=ledger.in_flight_blocks,

@@ -17,7 +17,7 @@ from pdserve.core.errors import IntegrityError, NoCapacity
 class BlockPool:
     """Reference-counted blocks with a hash index over the full ones.
 
-    `stored` and `removed` collect the hashes that entered and left the index since `take_changes` was last called.
+    It notes which hashes entered and left the index since `take_changes` was last called.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -27,8 +27,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._stored: list[bytes] = []
-        self._removed: list[bytes] = []
+        self._changes: dict[bytes, bool] = {}  # hash -> whether it is in the index now
 
     @property
     def num_free(self) -> int:
@@ -110,7 +109,7 @@ class BlockPool:
             raise IntegrityError(f"block {block} published without an owner")
         self._hash_of[block] = digest
         self._block_of[digest] = block
-        self._stored.append(digest)
+        self._changes[digest] = True
 
     def clear_cache(self) -> None:
         """Forget every cached block."""
@@ -120,10 +119,10 @@ class BlockPool:
             self._free.append(block)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes stored and removed since the last call. One that was both in between may stand in both."""
-        changes = self._stored, self._removed
-        self._stored, self._removed = [], []
-        return changes
+        """Hashes stored and removed since the last call. One that was both in between stands where it ended."""
+        changes, self._changes = self._changes, {}
+        stored = [digest for digest, present in changes.items() if present]
+        return stored, [digest for digest, present in changes.items() if not present]
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise IntegrityError unless the books add up and references are exactly those of `tables`."""
@@ -148,4 +147,4 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
-        self._removed.append(digest)
+        self._changes[digest] = False

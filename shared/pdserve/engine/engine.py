@@ -206,5 +206,5 @@ class Engine:
     def _prompt_done(self, sequence: EngineSequence) -> PromptDone:
         clock, now = self._clocks[sequence.id], time.monotonic()
         started = now if clock.started is None else clock.started
-        blocks = -(-sequence.num_cached // self.scheduler.layout.block_size)
+        blocks = sequence.num_cached // self.scheduler.layout.block_size
         return PromptDone(sequence.id, sequence.num_cached, blocks, started - clock.admitted, now - started)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from pdserve.core.errors import ConfigError
@@ -26,7 +29,7 @@ class KVCache:
         self.block_size = layout.block_size
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         shape = (layout.num_layers, 2, num_blocks * layout.block_size, layout.num_kv_heads, layout.head_size)
-        self.data = torch.zeros(shape, dtype=self.dtype, device=device)
+        self.data = _zeros(shape, self.dtype, torch.device(device))
         self.device = self.data.device
 
     @staticmethod
@@ -55,3 +58,10 @@ class KVCache:
     def write(self, layer_start: int, slots: torch.Tensor, data: torch.Tensor) -> None:
         """Store `data`, of the shape that `read` returns, from `layer_start` on at int64 slots [n]."""
         self.data[layer_start : layer_start + data.shape[0]].index_copy_(2, slots, data)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros whose memory, on a CPU, is taken only as it is first written: torch's own are written at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -18,6 +18,7 @@ from pdserve.core.hashing import extend_hashes, root_hash
 from pdserve.core.layout import KVLayout
 from pdserve.core.sequence import Sequence
 from pdserve.policy.batching import Claim, Work, choose_victim, plan_step
+from pdserve.policy.reservation import fits, reserved_tokens
 
 
 class Phase(StrEnum):
@@ -100,8 +101,8 @@ class Scheduler:
         if len(self) >= self.config.max_num_seqs:
             raise NoCapacity(f"{len(self)} sequences are here already, max_num_seqs is {self.config.max_num_seqs}")
         given, size = sequence.num_given, self.layout.block_size
-        last = sequence.spec.prompt_len + sequence.spec.params.max_tokens if grows else given
-        wanted = min(given + self.config.lookahead_tokens, last, self.config.max_model_len) if grows else given
+        last = min(sequence.spec.prompt_len + sequence.spec.params.max_tokens, self.config.max_model_len)
+        wanted = reserved_tokens(given, last - given if grows else 0, self.config.lookahead_tokens)
         hits: list[int] = []
         if self.config.prefix_caching:
             extend_hashes(sequence.hashes, self._root(sequence.spec.cache_salt), sequence.tokens, size)
@@ -110,11 +111,12 @@ class Scheduler:
         copied = hits.pop() if hits and not awaits_kv and len(hits) * size == given else None
         pinned = [*hits, copied] if copied is not None else hits
         fresh = self.layout.blocks_for(wanted) - len(hits)
-        margin = self.config.watermark_blocks if self._sequences else 0
-        if fresh + margin > self.pool.available_after(pinned):
+        available, watermark = self.pool.available_after(pinned), self.config.watermark_blocks
+        others = len(self) > 0
+        if not fits(fresh, available, watermark, others):
             raise NoCapacity(
-                f"{fresh} KV blocks wanted beside {len(hits)} cached ones and {margin} kept free, "
-                f"{self.pool.available_after(pinned)} of {self.pool.num_blocks} available"
+                f"{fresh} KV blocks wanted beside {len(hits)} cached ones and {watermark if others else 0} kept free, "
+                f"{available} of {self.pool.num_blocks} available"
             )
         self.pool.acquire(pinned)
         sequence.block_table = hits + self.pool.allocate(fresh)

@@ -14,16 +14,14 @@ class Work(NamedTuple):
 
 
 def plan_step(work: Sequence[Work], budget: int) -> list[int]:
-    """Tokens to compute for each of `work`, in its order, at most `budget` in all.
+    """Tokens to compute for each of `work`, in its order.
 
-    Running answers go first, one token each, so that no prompt stalls a stream; prompts share what is left in their
-    order, the first as much as fits (chunked prefill, Sarathi-Serve, arXiv:2403.02310).
+    Running answers get one token each in every step, so that neither a prompt nor a small budget stalls a stream;
+    prompts share what they leave of `budget`, in order, the first as much as fits (chunked prefill, Sarathi-Serve,
+    arXiv:2403.02310).
     """
-    counts = [0] * len(work)
-    for index, (pending, prefill) in enumerate(work):
-        if not prefill and budget > 0:
-            counts[index] = min(pending, 1)
-            budget -= counts[index]
+    counts = [0 if prefill else min(pending, 1) for pending, prefill in work]
+    budget -= sum(counts)
     for index, (pending, prefill) in enumerate(work):
         if prefill and budget > 0:
             counts[index] = min(pending, budget)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pdserve.core.layout import KVLayout
+from pdserve.policy.reservation import reserved_tokens
 
 
 class Role(StrEnum):
@@ -30,6 +31,8 @@ class WorkerView:
     max_num_batched_tokens: int
     total_blocks: int
     available_blocks: int
+    lookahead_tokens: int = 0
+    watermark_blocks: int = 0
     connected: bool = True
     draining: bool = False
     in_flight_blocks: int = 0
@@ -95,14 +98,13 @@ class PlacementRequest:
 
     tokens: int
     remaining: int
-    lookahead: int = 0
     held: dict[str, int] = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
 
-    def blocks(self, layout: KVLayout, *, decoding: bool) -> int:
-        """KV blocks that the sequence takes on a worker: its given tokens, and on a decode worker a look-ahead."""
-        ahead = min(self.lookahead, self.remaining) if decoding else 0
-        return layout.blocks_for(self.tokens + ahead)
+    def blocks(self, worker: WorkerView, *, decoding: bool) -> int:
+        """KV blocks that the sequence takes on `worker`: its given tokens, and, where it decodes, a look-ahead."""
+        remaining = self.remaining if decoding else 0
+        return worker.layout.blocks_for(reserved_tokens(self.tokens, remaining, worker.lookahead_tokens))
 
     def held_tokens(self, worker: WorkerView) -> int:
         """Leading tokens that `worker` need not compute. The last one is always computed, for its logits."""

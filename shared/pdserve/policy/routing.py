@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from pdserve.policy.disaggregation import Place, choose_prefill_place
 from pdserve.policy.fleet import FleetView, PlacementRequest, Role, WorkerView
+from pdserve.policy.reservation import fits
 
 
 class Kind(StrEnum):
@@ -44,7 +45,7 @@ def choose_pair(view: FleetView, request: PlacementRequest) -> Decision:
     decoders = [worker for worker in view.of(Role.DECODE) if worker.usable]
     if not decoders:
         return Decision(Kind.WAIT, "no decode worker is up")
-    if all(request.blocks(worker.layout, decoding=False) > worker.total_blocks for worker in view.of(Role.DECODE)):
+    if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in view.of(Role.DECODE)):
         largest = max(worker.total_blocks * worker.layout.block_size for worker in decoders)
         return Decision(Kind.NEVER, f"{request.tokens} tokens, the largest decode worker has room for {largest}")
     waits = []
@@ -67,7 +68,7 @@ def choose_pair(view: FleetView, request: PlacementRequest) -> Decision:
 
 def _prefill_only(view: FleetView, request: PlacementRequest) -> Decision:
     known = view.of(Role.PREFILL)
-    if all(request.blocks(worker.layout, decoding=False) > worker.total_blocks for worker in known):
+    if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in known):
         largest = max(worker.total_blocks * worker.layout.block_size for worker in known)
         return Decision(Kind.NEVER, f"{request.tokens} tokens, the largest prefill worker has room for {largest}")
     prefill = _choose_prefill(known, request)
@@ -93,8 +94,10 @@ def _with_room(workers: Iterable[WorkerView], request: PlacementRequest, *, deco
     for worker in workers:
         # A held block costs nothing where others use it too. Where nobody does, the worker may refuse: it knows best.
         held = request.held_tokens(worker) // worker.layout.block_size
-        blocks = min(request.blocks(worker.layout, decoding=decoding), worker.total_blocks) - held
-        if worker.has_seat and worker.room >= blocks and worker.worker_id not in request.excluded:
+        fresh = min(request.blocks(worker, decoding=decoding), worker.total_blocks) - held
+        others = max(worker.sequences, worker.reported_sequences) > 0
+        room = fits(fresh, worker.room, worker.watermark_blocks, others)
+        if worker.has_seat and room and worker.worker_id not in request.excluded:
             fitting.append(worker)
     return fitting
 

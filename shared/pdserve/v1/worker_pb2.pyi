@@ -128,6 +128,8 @@ class WorkerSnapshot(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    LOOKAHEAD_TOKENS_FIELD_NUMBER: _builtins.int
+    WATERMARK_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """A new one each time the worker starts."""
@@ -143,6 +145,9 @@ class WorkerSnapshot(_message.Message):
     node: _builtins.str
     device: _builtins.str
     draining: _builtins.bool
+    lookahead_tokens: _builtins.int
+    """What admission takes and keeps: tokens of room for an answer's beginning, and blocks that stay free beside others."""
+    watermark_blocks: _builtins.int
     @_builtins.property
     def layout(self) -> _kv_pb2.KvLayout: ...
     @_builtins.property
@@ -175,10 +180,12 @@ class WorkerSnapshot(_message.Message):
         draining: _builtins.bool = ...,
         protocol: Global___VersionRange | None = ...,
         transports: _abc.Iterable[_builtins.str] | None = ...,
+        lookahead_tokens: _builtins.int = ...,
+        watermark_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "layout", b"layout", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "node", b"node", "protocol", b"protocol", "role", b"role", "total_blocks", b"total_blocks", "transports", b"transports", "versions", b"versions", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "draining", b"draining", "endpoint", b"endpoint", "incarnation", b"incarnation", "layout", b"layout", "lookahead_tokens", b"lookahead_tokens", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "node", b"node", "protocol", b"protocol", "role", b"role", "total_blocks", b"total_blocks", "transports", b"transports", "versions", b"versions", "vocab_size", b"vocab_size", "watermark_blocks", b"watermark_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,7 +57,8 @@ class WorkerServiceServicer:
     """
 
     def Watch(self, request, context):
-        """Watch streams a snapshot, then deltas numbered from 1. A gap or a new incarnation means: start again.
+        """Watch streams a snapshot, then deltas numbered from 1, at least one a second: silence means that the worker is
+        gone. A gap or a new incarnation means: start again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,9 @@ class WorkerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Watch: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WatchResponse]
-    """Watch streams a snapshot, then deltas numbered from 1. A gap or a new incarnation means: start again."""
+    """Watch streams a snapshot, then deltas numbered from 1, at least one a second: silence means that the worker is
+    gone. A gap or a new incarnation means: start again.
+    """
     OpenLink: _grpc.UnaryUnaryMultiCallable[_worker_pb2.OpenLinkRequest, _worker_pb2.OpenLinkResponse]
     """OpenLink makes sure that a KV link to another worker is up, so that no request pays for making it."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
@@ -46,7 +48,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Watch: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchRequest, _worker_pb2.WatchResponse]  # type: ignore[assignment]
-    """Watch streams a snapshot, then deltas numbered from 1. A gap or a new incarnation means: start again."""
+    """Watch streams a snapshot, then deltas numbered from 1, at least one a second: silence means that the worker is
+    gone. A gap or a new incarnation means: start again.
+    """
     OpenLink: _aio.UnaryUnaryMultiCallable[_worker_pb2.OpenLinkRequest, _worker_pb2.OpenLinkResponse]  # type: ignore[assignment]
     """OpenLink makes sure that a KV link to another worker is up, so that no request pays for making it."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
@@ -61,7 +65,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchResponse], _abc.AsyncIterator[_worker_pb2.WatchResponse]]:
-        """Watch streams a snapshot, then deltas numbered from 1. A gap or a new incarnation means: start again."""
+        """Watch streams a snapshot, then deltas numbered from 1, at least one a second: silence means that the worker is
+        gone. A gap or a new incarnation means: start again.
+        """
 
     @_abc_1.abstractmethod
     def OpenLink(

@@ -43,10 +43,13 @@ class Channel(Generic[In, Out]):
 
     def receive(self) -> In | None:
         """The next message; None at the end. Waits."""
-        header = self._reader.read(_LENGTH.size)
-        if len(header) < _LENGTH.size:
+        try:
+            header = self._reader.read(_LENGTH.size)
+            if len(header) < _LENGTH.size:
+                return None
+            payload = self._reader.read(_LENGTH.unpack(header)[0])
+        except ConnectionResetError:  # it died with messages of ours unread
             return None
-        payload = self._reader.read(_LENGTH.unpack(header)[0])
         return self._decoder.decode(payload)
 
     def buffered(self) -> bool:

@@ -74,7 +74,15 @@ class EngineLoop:
         self._hub = LinkHub(
             self._built.kv,
             self._built.layout,
-            LinkSettings(settings.frame_bytes, settings.ring_bytes, settings.frame_timeout, settings.kv_transport),
+            LinkSettings(
+                frame_bytes=settings.frame_bytes,
+                ring_bytes=settings.ring_bytes,
+                frame_timeout=settings.frame_timeout,
+                transport=settings.kv_transport,
+                hostname=settings.kv_host,
+                sends=settings.role == "prefill",
+                receives=settings.role == "decode",
+            ),
             send_control=lambda peer, epoch, message: links.send(LinkControl(peer, epoch, message)),
             established=lambda peer, epoch: links.send(LinkEstablished(peer, epoch)),
             closed=lambda peer, epoch, reason: links.send(LinkClosed(peer, epoch, reason)),
@@ -84,6 +92,7 @@ class EngineLoop:
         self._number = 0
         self._told: Load | None = None
         self._running = True
+        self._link_failure: Exception | None = None
         self._step_log = settings.step_log
         self._steps: list[tuple[int, int]] = []
         channel.send(_started(self._built))
@@ -112,6 +121,8 @@ class EngineLoop:
     def _take_in(self, ready: Set[object]) -> None:
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
+        if self._link_failure is not None:
+            raise self._link_failure
         while self._events:
             self._handoff.on_event(self._events.popleft())
         more = self._channel in ready
@@ -165,7 +176,9 @@ class EngineLoop:
         """How long the loop may wait for something to happen, in seconds; None: for ever."""
         if self._engine.has_work or self._events:
             return 0.0
-        deadlines = [s.deadline for s in self._engine.scheduler if s.deadline is not None]
+        deadlines = [
+            s.deadline for s in self._engine.scheduler if s.deadline is not None and not self._handoff.closing(s.id)
+        ]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _problem(self) -> str:
@@ -181,11 +194,24 @@ class EngineLoop:
     def _notify(self, event: TransferEvent) -> None:
         """Called from link threads."""
         self._events.append(event)
+        self._wake()
+
+    def _wake(self) -> None:
         with suppress(BlockingIOError):  # the pipe is full of wake-ups already
             os.write(self._wake_write, b"\0")
 
     def _serve_links(self) -> None:
-        """Hand link control to the hub at once, so that a frame never waits for a step."""
+        """Hand link control to the hub at once, so that a frame never waits for a step. Its failure ends the process:
+        a worker that can link with nobody must not look healthy."""
+        try:
+            self._hand_on_links()
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the front is gone; the loop sees it too
+        except Exception as error:
+            self._link_failure = error
+            self._wake()
+
+    def _hand_on_links(self) -> None:
         while (message := self._link_channel.receive()) is not None:
             match message:
                 case LinkOpened(peer, epoch, initiator, transport):
@@ -227,6 +253,7 @@ def _started(built: BuiltEngine) -> EngineStarted:
         max_model_len=built.max_model_len,
         vocab_size=built.config.vocab_size,
         total_blocks=built.kv.num_blocks,
+        watermark_blocks=built.engine.scheduler.config.watermark_blocks,
         device=_device_name(built.device),
         transports=["nccl", "gloo"] if cuda else ["gloo"],
         versions=versions,

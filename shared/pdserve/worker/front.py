@@ -94,6 +94,10 @@ class WorkerFront:
             )
         if max(spec.token_ids) >= self.started.vocab_size:
             raise InvalidRequest("token_ids", f"an id is outside the vocabulary of {self.started.vocab_size}")
+        if max(spec.eos_token_ids, default=0) >= self.started.vocab_size:
+            raise InvalidRequest(
+                "eos_token_ids", f"an id is outside the vocabulary of {self.started.vocab_size}: {spec.eos_token_ids}"
+            )
         spec.params.check(self.started.vocab_size)
 
     async def leave(self) -> None:
@@ -149,6 +153,8 @@ class WorkerFront:
                 draining=self.board.draining,
                 protocol=our_versions(),
                 transports=started.transports,
+                lookahead_tokens=engine.lookahead_tokens if self.role == "decode" else 0,
+                watermark_blocks=started.watermark_blocks,
             )
         )
         self.links.start(

@@ -95,6 +95,10 @@ class Handoff:
         else:
             self._finish(ticket, reason, detail)
 
+    def closing(self, ticket: str) -> bool:
+        """Whether a ticket is over, and only waits for its link to let go."""
+        return ticket in self._closing
+
     def after_step(self, outputs: Outputs) -> None:
         """Commit the prompts that a step completed; where the answer ended with its first token, call the link off."""
         for done in outputs.prompts:

@@ -308,6 +308,11 @@ def check_hello(ours: Hello, theirs: Hello) -> None:
         raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, f"two workers have the id {ours.worker_id}")
 
 
+def _gpu(device: str) -> str:
+    """A GPU's UUID, which two processes may know by different numbers; without one, what it is called."""
+    return device.partition(" ")[2] or device
+
+
 def choose_transport(ours: Hello, theirs: Hello) -> tuple[str, str]:
     """The transport for a link and why, from both settings and devices. Raises RpcError where they contradict."""
     wishes = {ours.transport, theirs.transport} - {"auto", ""}
@@ -316,7 +321,7 @@ def choose_transport(ours: Hello, theirs: Hello) -> tuple[str, str]:
         raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, message)
     devices = f"{ours.device} on {ours.node} and {theirs.device} on {theirs.node}"
     both_gpus = ours.device.startswith("cuda") and theirs.device.startswith("cuda")
-    same_gpu = (ours.node, ours.device) == (theirs.node, theirs.device)
+    same_gpu = (ours.node, _gpu(ours.device)) == (theirs.node, _gpu(theirs.device))
     nccl_works = both_gpus and not same_gpu
     if wishes == {"nccl"} and not nccl_works:
         raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, f"nccl needs two GPUs, these are {devices}")

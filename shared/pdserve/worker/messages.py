@@ -36,6 +36,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True):
     lookahead_tokens: int
     attention_backend: str
     kv_transport: str
+    kv_host: str  # where data halves of links listen
     frame_bytes: int
     ring_bytes: int
     frame_timeout: float
@@ -105,6 +106,7 @@ class EngineStarted(msgspec.Struct, frozen=True, tag=True):
     max_model_len: int
     vocab_size: int
     total_blocks: int
+    watermark_blocks: int
     device: str
     transports: list[str]
     versions: dict[str, str]

@@ -103,6 +103,9 @@ class PrefixClient:
             await self._fetch(missing)
         except grpc.aio.AioRpcError as error:
             self._failed("fetch", error)
+        except Exception as error:  # whatever it is, the prompt is computed then
+            self.counts["fetch failed: unexpected"] += 1
+            log.exception("prefix_fetch_failed", error=repr(error))
         finally:
             done.set_result(None)
             if self._loading.get(missing[0]) is done:
@@ -224,6 +227,9 @@ class PrefixClient:
                 self.counts["store failed: engine slow"] += 1
             except asyncio.InvalidStateError:  # the service ended the call between two writes
                 self.counts["store failed: down"] += 1
+            except Exception as error:  # one prompt that cannot be stored must not end the storing of others
+                self.counts["store failed: unexpected"] += 1
+                log.exception("prefix_store_failed", error=repr(error))
             finally:
                 self._queue.task_done()
 

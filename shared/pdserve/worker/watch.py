@@ -76,7 +76,7 @@ class WatchBoard:
         self.snapshot = snapshot
 
     def publish(self, load: worker_pb2.WorkerLoad, stored: Iterable[bytes] = (), removed: Iterable[bytes] = ()) -> None:
-        """Take in a step's news. A hash in both lists was evicted and stored again (see BlockPool.take_changes)."""
+        """Take in a step's news. No hash is in both lists (see BlockPool.take_changes)."""
         self.load = load
         self.stored.difference_update(removed)
         self.stored.update(stored)

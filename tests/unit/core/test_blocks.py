@@ -121,3 +121,16 @@ def test_releasing_twice_is_an_error() -> None:
     pool.release(table)
     with pytest.raises(IntegrityError, match="released more often"):
         pool.release(table)
+
+
+def test_a_hash_stored_and_evicted_between_two_looks_is_told_as_it_ended() -> None:
+    """Told as stored, it would stay for ever in the index of whoever follows."""
+    pool = BlockPool(1)
+    [block] = pool.allocate(1)
+    pool.publish(block, b"a")
+    pool.release([block])
+    pool.allocate(1)
+    assert pool.match([b"a"]) == []
+    assert pool.take_changes() == ([], [b"a"])
+    pool.publish(block, b"a")
+    assert pool.take_changes() == ([b"a"], [])

@@ -157,3 +157,19 @@ def test_flash_is_chosen_where_it_works(flash):
     assert select_backend("flash", "cuda", torch.float16, 256)[1] == "asked for by name"
     with pytest.raises(ConfigError, match="256 tokens, not 128"):
         flash.check_block_size(128)
+
+
+def test_what_an_earlier_owner_left_behind_does_not_matter():
+    """NaN behind the end of a sequence, in its own last block, is masked and must not come through the mask."""
+    backend, _ = select_backend("torch", "cpu", torch.float32, 16)
+    kv = cache(16)
+    kv.data.normal_()
+    lengths, tables = (5, 20, 33), ([3], [7, 1], [4, 9, 12])
+    q, k, v = torch.randn(3, HEADS, SIZE), torch.randn(3, KV_HEADS, SIZE), torch.randn(3, KV_HEADS, SIZE)
+    chunks = [SequenceChunk(1, length, table) for length, table in zip(lengths, tables, strict=True)]
+    meta = backend.build(chunks, kv)
+    kv.append(0, meta.slots, k, v)
+    clean = backend.forward(0, q, k, v, kv, meta, None).clone()
+    for length, table in zip(lengths, tables, strict=True):
+        kv.data[:, :, table[-1] * 16 + length % 16 : (table[-1] + 1) * 16] = float("nan")
+    assert torch.equal(backend.forward(0, q, k, v, kv, backend.build(chunks, kv), None), clean)

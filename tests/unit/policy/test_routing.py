@@ -71,11 +71,19 @@ def test_equal_idle_workers_take_turns_and_none_starves() -> None:
 
 
 def test_room_counts_what_is_in_flight_and_the_look_ahead() -> None:
-    five = worker("d0", available_blocks=5)  # 64 tokens take four blocks, one more token a fifth
-    assert choose_pair(view(five), request(64, lookahead=16)).kind is Kind.LOCAL
-    assert choose_pair(view(five), request(64, lookahead=17)).kind is Kind.WAIT
-    assert choose_pair(view(replace(five, in_flight_blocks=1)), request(64, lookahead=16)).kind is Kind.WAIT
-    assert choose_pair(view(five), request(64, remaining=16, lookahead=500)).kind is Kind.LOCAL
+    five = worker("d0", available_blocks=5, lookahead_tokens=16)  # 64 tokens take four blocks, one more token a fifth
+    assert choose_pair(view(five), request(64)).kind is Kind.LOCAL
+    assert choose_pair(view(replace(five, lookahead_tokens=17)), request(64)).kind is Kind.WAIT
+    assert choose_pair(view(replace(five, in_flight_blocks=1)), request(64)).kind is Kind.WAIT
+    assert choose_pair(view(replace(five, lookahead_tokens=500)), request(64, remaining=16)).kind is Kind.LOCAL
+
+
+def test_beside_others_the_worker_keeps_its_watermark() -> None:
+    """As the worker itself does it: what the router places must not be refused."""
+    five = worker("d0", available_blocks=5, lookahead_tokens=16, watermark_blocks=1)
+    assert choose_pair(view(five), request(64)).kind is Kind.LOCAL
+    assert choose_pair(view(replace(five, reported_sequences=1)), request(64)).kind is Kind.WAIT
+    assert choose_pair(view(replace(five, sequences=1)), request(64)).kind is Kind.WAIT
 
 
 @pytest.mark.parametrize("tokens, fits", [(79, True), (80, True), (81, False)])

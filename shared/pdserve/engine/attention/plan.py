@@ -42,7 +42,8 @@ class Bucket:
 
     `rows`: int64 [B], their places in the batch. `block_ids`: int64 [2 * B * blocks], for K then V, into the layer's
     pages seen as [2 * num_blocks, block bytes]. `copy` is where they go. `length`: tokens of the longest; `mask`:
-    additive [B, 1, 1, length], or None when all see all of it.
+    additive [B, 1, 1, length], or None when all see all of it. `stale`: int64, the copied slots, K and V, behind the
+    end of a sequence in its last block: what an earlier owner left there must not be NaN, for a mask does not stop it.
     """
 
     rows: torch.Tensor
@@ -50,6 +51,7 @@ class Bucket:
     copy: torch.Tensor
     length: int
     mask: torch.Tensor | None
+    stale: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -161,7 +163,20 @@ def _bucket(group: list[_Decode], kv: KVCache) -> Bucket:
     _, _, _, kv_heads, size = kv.data.shape
     block_ids = torch.cat((key_ids, key_ids + kv.num_blocks)).to(kv.device, non_blocking=True)
     copy = torch.empty((2 * len(ids), kv.block_size * kv_heads * size), dtype=kv.dtype, device=kv.device)
-    return Bucket(bounds[:, 0].contiguous().to(kv.device, non_blocking=True), block_ids, copy, length, mask)
+    rows = bounds[:, 0].contiguous().to(kv.device, non_blocking=True)
+    return Bucket(rows, block_ids, copy, length, mask, _stale(group, width, kv))
+
+
+def _stale(group: list[_Decode], width: int, kv: KVCache) -> torch.Tensor | None:
+    """See Bucket. Padding repeats a sequence's first block, which only where it is also the last has such slots."""
+    size = kv.block_size
+    slots = [
+        (half * len(group) + place) * width * size + token
+        for half in (0, 1)
+        for place, decode in enumerate(group)
+        for token in range(decode.last, (width if len(decode.blocks) == 1 else len(decode.blocks)) * size)
+    ]
+    return torch.tensor(slots).to(kv.device, non_blocking=True) if slots else None
 
 
 def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

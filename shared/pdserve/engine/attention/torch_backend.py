@@ -107,6 +107,8 @@ def _decode_bucket(q: torch.Tensor, pages: torch.Tensor, bucket: Bucket) -> torc
     batch, _, size = q.shape
     kv_heads = pages.shape[2]
     torch.index_select(pages.view(-1, bucket.copy.shape[1]), 0, bucket.block_ids, out=bucket.copy)
+    if bucket.stale is not None:
+        bucket.copy.view(-1, kv_heads * size).index_fill_(0, bucket.stale, 0.0)
     keys, values = bucket.copy.view(2, batch, -1, kv_heads, size)[:, :, : bucket.length].transpose(2, 3).unbind(0)
     query = q.reshape(batch, kv_heads, -1, size)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=bucket.mask).reshape(batch, -1)
