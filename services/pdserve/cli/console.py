@@ -57,7 +57,18 @@ def run(main: Coroutine[Any, Any, None], *, interrupted: int = INTERRUPTED) -> N
     except ConfigError as error:
         fail(str(error), code=2)
     except PdserveError as error:
-        fail(str(error))
+        fail(_plainly(str(error)))
+
+
+def _plainly(message: str) -> str:
+    """What grpc says, with what it means for whoever typed a command."""
+    hints = {
+        "failed to connect to all addresses": "nothing answers there; does `pdserve serve` run, and is --target right?",
+        "Method not found": "what answers there is no router",
+        "errors resolving": "--target is host:port, such as 127.0.0.1:50051",
+        "Misformatted domain name": "--target is host:port, such as 127.0.0.1:50051",
+    }
+    return next((f"{hint} ({message})" for sign, hint in hints.items() if sign in message), message)
 
 
 def parse_size(text: str | None) -> int | None:

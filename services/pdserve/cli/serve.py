@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -96,6 +97,7 @@ def serve(
     async def main() -> None:
         from pdserve.launch import Machine, plan_suite
 
+        require_free(host, port)
         parts = await resolve_parts(model, counts, revision)
         plan = plan_suite(
             parts,
@@ -108,7 +110,23 @@ def serve(
         )
         await _serve(plan, log_dir)
 
-    run(main(), interrupted=0)
+    try:
+        run(main(), interrupted=0)
+    except typer.Exit as end:
+        if end.exit_code == 0:
+            typer.echo("stopped", err=True)
+        raise
+
+
+def require_free(host: str, port: int) -> None:
+    """Raise ConfigError for an address that cannot be listened on, before anything is started for it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; try another --port") from error
 
 
 async def _serve(plan: SuitePlan, log_dir: Path | None) -> None:

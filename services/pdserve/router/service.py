@@ -121,7 +121,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     )
                     finish = await run.run()
             except TimeoutError:
-                raise DeadlineExceeded(f"the request took longer than {seconds:.1f} s") from None
+                raise DeadlineExceeded(f"the request took longer than {seconds:.3g} s") from None
             timeline.record(traceparent_of(span), timeline.now())
             _describe(span, finish)
             log.info(

@@ -24,8 +24,10 @@ GPU_BATCHED_TOKENS = 4096
 class WorkerSettings(ServiceSettings):
     """vLLM's names where it has one. Sizes take units ("1GiB")."""
 
-    model: str = Field(description="folder of the model")
-    served_model_name: str | None = Field(None, description="name that clients use; default: the folder's name")
+    model: str = Field(description="folder, hub id or smollm2-135m-instruct")
+    served_model_name: str | None = Field(
+        None, description="name that clients use; default: the folder's name, or the id"
+    )
     worker_id: str | None = Field(None, description="name in the fleet; default: the role and random digits")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype of weights and KV")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda|cuda:\d+)$", description="auto, cpu, cuda or cuda:N")
@@ -77,7 +79,10 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or Path(self.model).expanduser().resolve().name
+        folder = Path(self.model).expanduser()
+        return self.served_model_name or (
+            folder.resolve().name if folder.is_dir() or folder.is_absolute() else self.model
+        )
 
     @property
     def core_list(self) -> tuple[int, ...]:

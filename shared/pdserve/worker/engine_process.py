@@ -26,6 +26,7 @@ from pdserve.core.process import die_with_parent
 from pdserve.core.sequence import EndReason
 from pdserve.engine.block_io import export_blocks, load_blocks
 from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
+from pdserve.engine.fetch import resolve_model
 from pdserve.engine.outputs import Load
 from pdserve.transfer.hub import LinkHub, LinkSettings
 from pdserve.transfer.messages import TransferEvent
@@ -226,7 +227,7 @@ class EngineLoop:
 
 def _options(settings: EngineSettings) -> EngineOptions:
     return EngineOptions(
-        model=Path(settings.model),
+        model=resolve_model(settings.model),
         dtype=settings.dtype,
         device=settings.device,
         block_size=settings.block_size,

@@ -22,7 +22,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True):
     """The first message: what the engine process needs to build its engine."""
 
     role: str  # "prefill" or "decode"
-    model: str  # folder
+    model: str  # folder, hub id or the demo model's name
     dtype: str
     device: str
     threads: int
