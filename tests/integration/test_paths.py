@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
     (prompt(length, seed=length), options) for length in (5, 48, 150) for options in ({"temperature": 0.0}, SEEDED)
 ]
 ANSWER = 40
+OTHER_HOST = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"  # links must not assume one address
 LAYER_TOKEN_BYTES = 2 * 2 * 16 * 4  # K and V, KV heads, head size, float32; the tiny model has 2 layers
 
 
@@ -54,7 +56,7 @@ async def test_paths_agree(model: Path, tmp_path: Path) -> None:
         ModelPart(model, "tiny", prefill=1, decode=1),
         max_model_len=256,
         lookahead_tokens=0,
-        per_worker={"decode-0": {"kv-cache-memory": pool}},
+        per_worker={"decode-0": {"kv-cache-memory": pool, "kv-host": OTHER_HOST}},
     )
     assert small == remote
     assert replays > 0

@@ -14,12 +14,13 @@ from torch._C._distributed_c10d import PrefixStore
 
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.transfer.common import Common
+from pdserve.transfer.connect import connector, warm_up
 from pdserve.transfer.messages import ControlMessage
 from pdserve.transfer.receiver import Receiver
 from pdserve.transfer.ring import Ring
 from pdserve.transfer.sender import Sender
 from pdserve.transfer.store import MirrorStore
-from pdserve.transfer.transport import Transport, connector, warm_up
+from pdserve.transfer.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)

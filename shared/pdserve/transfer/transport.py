@@ -6,16 +6,11 @@ a time, and tensors are contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from pdserve.core.errors import ConfigError, Unavailable
-
-_WARM_UP_BYTES = 64
+from pdserve.core.errors import Unavailable
 
 
 class LinkLost(Unavailable):
@@ -47,29 +42,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release the group. Called once, by the thread that uses it; nothing is under way then."""
-
-
-Connect = Callable[[Store, int, timedelta], Transport]
-
-
-def warm_up(transport: Transport, sends: bool) -> None:
-    """Send one small tensor through: connections and communicators are made by the first operation."""
-    tensor = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=transport.device)
-    (transport.send if sends else transport.recv)(tensor).wait()
-
-
-def connector(kind: str, device: str, hostname: str, interface: str) -> Connect:
-    """How to make one direction of a link: (store, own rank of 0 and 1, timeout) -> Transport.
-
-    `hostname` or `interface` names where Gloo listens. Raises ConfigError for a transport that cannot run here.
-    """
-    if kind == "gloo":
-        from pdserve.transfer.gloo import GlooTransport
-
-        return lambda store, rank, timeout: GlooTransport(store, rank, timeout, hostname, interface)
-    if kind == "nccl":
-        from pdserve.transfer.nccl import NcclTransport, require_nccl
-
-        require_nccl(device)
-        return lambda store, rank, timeout: NcclTransport(store, rank, timeout, torch.device(device))
-    raise ConfigError(f"kv_transport is gloo or nccl, not {kind!r}")

@@ -30,6 +30,7 @@ from pdserve.engine.fetch import resolve_model
 from pdserve.engine.outputs import Load
 from pdserve.transfer.hub import LinkHub, LinkSettings
 from pdserve.transfer.messages import TransferEvent
+from pdserve.transfer.nccl import require_nccl
 from pdserve.worker.channel import Channel
 from pdserve.worker.handoff import Handoff
 from pdserve.worker.messages import (
@@ -89,6 +90,8 @@ class EngineLoop:
             closed=lambda peer, epoch, reason: links.send(LinkClosed(peer, epoch, reason)),
             notify=self._notify,
         )
+        if self._built.device.type == "cuda" and settings.kv_transport != "gloo":
+            require_nccl(str(self._built.device))  # now, not when the first link opens
         self._handoff = Handoff(self._engine, self._hub, channel.send)
         self._number = 0
         self._told: Load | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -108,11 +109,9 @@ class WatchBoard:
             sequence = 0
             pace = asyncio.Event()
             while True:
-                try:
+                with suppress(TimeoutError):  # nothing new: the delta below is a heartbeat
                     async with asyncio.timeout(HEARTBEAT):
                         await watcher.news.wait()
-                except TimeoutError:
-                    pass  # nothing new: the delta below is a heartbeat
                 if self._closed:
                     raise Unavailable("the worker is stopping")
                 if len(watcher.changes) > watcher.limit:

@@ -11,9 +11,10 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from pdserve.core.errors import ConfigError
+from pdserve.transfer.connect import connector, warm_up
 from pdserve.transfer.gloo import GlooTransport
 from pdserve.transfer.nccl import require_nccl
-from pdserve.transfer.transport import LinkLost, connector, warm_up
+from pdserve.transfer.transport import LinkLost
 
 TIMEOUT = timedelta(seconds=0.3)
 
