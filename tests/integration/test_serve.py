@@ -196,5 +196,6 @@ async def test_a_message_beyond_the_limit_is_refused(model: Path, tmp_path: Path
             with pytest.raises(InvalidRequest) as error:
                 await client.complete("x" * (20 << 20), max_tokens=1)
             assert error.value.field == "text"
+            assert "16777216" in error.value.message
             assert "x" * 100 not in str(error.value)
             assert len((await client.complete("hello", max_tokens=3, ignore_eos=True)).tokens) == 3

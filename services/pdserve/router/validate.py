@@ -14,6 +14,7 @@ from pdserve.router.models import ModelFacts, ServedModel
 from pdserve.v1 import inference_pb2
 
 MAX_REQUEST_ID = 128
+MAX_REQUEST_BYTES = 16 << 20  # of a whole message; gRPC's own limit is far above, and names no field
 MAX_MODEL_NAME = 256
 MAX_SALT = 256
 MAX_STOPS = 16
@@ -37,6 +38,9 @@ async def resolve(
 ) -> ResolvedRequest:
     """Check and complete `request`; `request_id` is used where it has none. Raises InvalidRequest, naming the field."""
     name = resolve_request_id(request.request_id or request_id)
+    if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
+        message = f"the message has {size} bytes, at most {MAX_REQUEST_BYTES} are taken"
+        raise InvalidRequest(request.WhichOneof("prompt") or "request", message)
     for path, value, most in (
         ("cache_salt", request.cache_salt, MAX_SALT),
         ("session_id", request.session_id, MAX_SALT),
