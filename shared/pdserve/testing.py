@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -107,8 +107,15 @@ class Cluster:
 
 
 async def wait_all_free(endpoint: str, timeout: float = DEADLINE) -> None:
-    """Watch one worker until each of its blocks is free or cached. AssertionError when it is not in time, or when its
-    blocks don't add up; Unavailable when it goes away."""
+    """Wait until each block of a worker is free or cached; errors as in `wait_load`."""
+    await wait_load(endpoint, lambda load: not load.owned_blocks + load.reserved_blocks, timeout)
+
+
+async def wait_load(endpoint: str, until: Callable[[worker_pb2.WorkerLoad], bool], timeout: float = DEADLINE) -> None:
+    """Watch one worker or prefix cache until its load is as `until` wants it.
+
+    AssertionError when it is not in time, or when a worker's blocks don't add up; Unavailable when it goes away.
+    """
     load, total = worker_pb2.WorkerLoad(), 0
     async with connect(endpoint) as channel:
         hello = worker_pb2.WatchRequest(protocol=worker_pb2.VersionRange(min=1, max=1))
@@ -117,15 +124,16 @@ async def wait_all_free(endpoint: str, timeout: float = DEADLINE) -> None:
             async with asyncio.timeout(timeout):
                 async for event in call:
                     if event.HasField("snapshot"):
-                        total = event.snapshot.total_blocks
+                        cache = event.snapshot.role == worker_pb2.ROLE_PREFIX_CACHE  # its blocks come and go
+                        total = 0 if cache else event.snapshot.total_blocks
                         continue
                     load = event.delta.load
-                    held = load.owned_blocks + load.reserved_blocks
-                    assert load.free_blocks + load.cached_blocks + held == total, f"{endpoint}: {load} of {total}"
-                    if not held:
+                    blocks = (load.free_blocks, load.cached_blocks, load.owned_blocks, load.reserved_blocks)
+                    assert sum(blocks) == total or not total, f"{endpoint}: {load} of {total}"
+                    if until(load):
                         return
         except TimeoutError:
-            raise AssertionError(f"{endpoint} still holds blocks after {timeout} s: {load}") from None
+            raise AssertionError(f"{endpoint} is not as it should be after {timeout} s: {load}") from None
         except grpc.aio.AioRpcError as error:
             raise Unavailable(f"{endpoint} went away: {error.details()}") from None
         finally:

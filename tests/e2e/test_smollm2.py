@@ -42,7 +42,7 @@ async def test_twenty_prompts_of_up_to_two_thousand_tokens(tmp_path: Path) -> No
                 for tokens in prompts
             )
         )
-        await suite.all_free()
+        await suite.assert_all_free()
     ties, worst = 0, 0.0
     for tokens, answer in zip(prompts, answers, strict=True):
         assert len(answer.tokens) == ANSWER

@@ -11,7 +11,8 @@ import pytest
 import pytest_asyncio
 
 from pdserve.launch import ModelPart
-from tests.integration.suites import BLOCK, CHUNK, Running, prompt, serve
+from pdserve.testing import Cluster
+from tests.integration.suites import BLOCK, CHUNK, prompt, serve
 from tests.reference import check_greedy
 from tests.tiny_models import make_tiny_model
 
@@ -35,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Running, Path]]:
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Cluster, Path]]:
     """One suite with five models side by side, each 1 prefill and 1 decode worker."""
     folder = tmp_path_factory.mktemp("families")
     for index, (name, (family, options)) in enumerate(MODELS.items()):
@@ -46,7 +47,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_greedy_tokens_and_logprobs(running: tuple[Running, Path], name: str) -> None:
+async def test_greedy_tokens_and_logprobs(running: tuple[Cluster, Path], name: str) -> None:
     """All lengths at once; tokens equal but for near-ties, which are printed, and logprobs within 1e-4."""
     suite, folder = running
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
@@ -69,10 +70,10 @@ async def test_greedy_tokens_and_logprobs(running: tuple[Running, Path], name: s
         ties, worst = ties + verdict.near_ties, max(worst, verdict.logprob_error)
     print(f"{name}: {ties} near-ties in {len(LENGTHS) * ANSWER} tokens, logprobs within {worst:.1e}")
     assert worst < 1e-4
-    await suite.all_free()
+    await suite.assert_all_free()
 
 
-async def test_models_are_told_apart_by_name(running: tuple[Running, Path]) -> None:
+async def test_models_are_told_apart_by_name(running: tuple[Cluster, Path]) -> None:
     suite, _ = running
     assert sorted(model.name for model in await suite.client.models()) == sorted(MODELS)
     answers = [

@@ -11,7 +11,8 @@ import pytest
 
 from pdserve.client import Completion
 from pdserve.launch import ModelPart
-from tests.integration.suites import prompt, serve, watch
+from pdserve.testing import wait_load
+from tests.integration.suites import prompt, serve
 from tests.reference import check_greedy
 from tests.tiny_models import make_tiny_model
 
@@ -35,7 +36,7 @@ async def answers(logs: Path, part: ModelPart, **options: Any) -> tuple[list[lis
         done = await asyncio.gather(
             *(suite.client.complete(t, max_tokens=ANSWER, ignore_eos=True, **o) for t, o in REQUESTS)
         )
-        await suite.all_free()
+        await suite.assert_all_free()
     return [answer.token_ids for answer in done], sum(answer.finish.usage.replays for answer in done)
 
 
@@ -74,11 +75,11 @@ async def test_what_was_evicted_comes_from_the_prefix_cache(model: Path, tmp_pat
             return await suite.client.complete(prompt(200, seed), temperature=0.0, max_tokens=8, ignore_eos=True)
 
         first = await ask(1)
-        await watch(suite.suite.caches[0].endpoint, lambda load: load.cached_blocks >= 200 // 16)
+        await wait_load(suite.suite.caches[0].endpoint, lambda load: load.cached_blocks >= 200 // 16)
         for seed in (2, 3):
             await ask(seed)
         again = await ask(1)
-        await suite.all_free()
+        await suite.assert_all_free()
     assert again.token_ids == first.token_ids
     assert first.finish.usage.cached_tokens == 0
     assert again.finish.usage.cached_tokens == 192
@@ -96,6 +97,6 @@ async def test_what_the_router_places_is_not_refused(model: Path, tmp_path: Path
                 for seed in (1, 2)
             )
         )
-        await suite.all_free()
+        await suite.assert_all_free()
     assert [len(answer.tokens) for answer in done] == [700, 700]
     assert [answer.finish.usage.replays for answer in done] == [0, 0]

@@ -15,7 +15,8 @@ import pytest_asyncio
 from pdserve.client import Completion, FinishReason, Output
 from pdserve.core.errors import InvalidRequest, UnknownModel
 from pdserve.launch import ModelPart
-from tests.integration.suites import BLOCK, CHUNK, Running, prompt, serve
+from pdserve.testing import Cluster
+from tests.integration.suites import BLOCK, CHUNK, prompt, serve
 from tests.reference import check_greedy
 from tests.tiny_models import EOS_ID, VOCAB_SIZE, make_tiny_model
 
@@ -26,7 +27,7 @@ SEEDED = {"temperature": 0.8, "top_p": 0.95, "top_k": 100, "seed": 11, "repetiti
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Running, Path]]:
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Cluster, Path]]:
     """1 prefill, 2 decode, 1 prefix cache."""
     folder = tmp_path_factory.mktemp("requests")
     model = make_tiny_model(folder / "model", "llama")
@@ -35,12 +36,12 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
         yield suite, model
 
 
-async def ask(suite: Running, tokens: list[int], **options: Any) -> Completion:
+async def ask(suite: Cluster, tokens: list[int], **options: Any) -> Completion:
     return await suite.client.complete(tokens, **{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **options})
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, MAX_MODEL_LEN - 1])
-async def test_boundaries(running: tuple[Running, Path], length: int) -> None:
+async def test_boundaries(running: tuple[Cluster, Path], length: int) -> None:
     suite, model = running
     tokens = prompt(length, seed=length)
     answer = await ask(suite, tokens, max_tokens=min(12, MAX_MODEL_LEN - length))
@@ -48,12 +49,12 @@ async def test_boundaries(running: tuple[Running, Path], length: int) -> None:
     assert answer.finish.reason is FinishReason.LENGTH
     assert check_greedy(model, tokens, answer.token_ids).mismatches == []
     assert [out.prompt_tokens for out in (answer.prompt, answer.finish.usage)] == [length, length]
-    await suite.all_free()
+    await suite.assert_all_free()
 
 
 @pytest.mark.parametrize("length", [BLOCK * 3, BLOCK * 3 + 1, BLOCK * 3 + 5])
 @pytest.mark.parametrize("options", [{}, SEEDED], ids=["greedy", "seeded"])
-async def test_a_hit_gives_the_same_answer(running: tuple[Running, Path], length: int, options: dict[str, Any]) -> None:
+async def test_a_hit_gives_the_same_answer(running: tuple[Cluster, Path], length: int, options: dict[str, Any]) -> None:
     """Asked again, the prompt is cached: all of it, or all but a few tokens. Cached tokens are told as they are."""
     suite, _ = running
     tokens = prompt(length, seed=1000 + length)
@@ -62,10 +63,10 @@ async def test_a_hit_gives_the_same_answer(running: tuple[Running, Path], length
     assert again.token_ids == first.token_ids
     assert first.finish.usage.cached_tokens == 0
     assert again.finish.usage.cached_tokens == (length - 1 if length % BLOCK == 0 else length // BLOCK * BLOCK)
-    await suite.all_free()
+    await suite.assert_all_free()
 
 
-async def test_one_token_needs_no_decode_worker(running: tuple[Running, Path]) -> None:
+async def test_one_token_needs_no_decode_worker(running: tuple[Cluster, Path]) -> None:
     suite, model = running
     answer = await ask(suite, prompt(40, seed=5), max_tokens=1, logprobs=0)
     assert len(answer.tokens) == 1
@@ -73,7 +74,7 @@ async def test_one_token_needs_no_decode_worker(running: tuple[Running, Path]) -
     assert check_greedy(model, prompt(40, seed=5), answer.token_ids).mismatches == []
 
 
-async def test_the_end_of_sequence_as_first_token_ends_the_answer(running: tuple[Running, Path]) -> None:
+async def test_the_end_of_sequence_as_first_token_ends_the_answer(running: tuple[Cluster, Path]) -> None:
     suite, _ = running
     answer = await ask(suite, prompt(30, seed=6), ignore_eos=False, logit_bias={EOS_ID: 100.0})
     assert (answer.token_ids, answer.text) == ([EOS_ID], "")
@@ -81,10 +82,10 @@ async def test_the_end_of_sequence_as_first_token_ends_the_answer(running: tuple
     held_back = await ask(suite, prompt(30, seed=6), ignore_eos=False, logit_bias={EOS_ID: 100.0}, min_tokens=4)
     assert len(held_back.tokens) == 5
     assert held_back.token_ids[-1] == EOS_ID
-    await suite.all_free()
+    await suite.assert_all_free()
 
 
-async def test_a_stop_string_ends_the_text_before_it(running: tuple[Running, Path]) -> None:
+async def test_a_stop_string_ends_the_text_before_it(running: tuple[Cluster, Path]) -> None:
     suite, _ = running
     whole = await ask(suite, prompt(30, seed=8), max_tokens=30, temperature=1.0, seed=3, top_k=200)
     stop = whole.text[4:7]
@@ -92,10 +93,10 @@ async def test_a_stop_string_ends_the_text_before_it(running: tuple[Running, Pat
     stopped = await ask(suite, prompt(30, seed=8), max_tokens=30, temperature=1.0, seed=3, top_k=200, stop=stop)
     assert stopped.text == whole.text[: whole.text.index(stop)]
     assert (stopped.finish.reason, stopped.finish.stop_string) == (FinishReason.STOP, stop)
-    await suite.all_free()
+    await suite.assert_all_free()
 
 
-async def test_text_streamed_in_pieces_is_the_whole_text(running: tuple[Running, Path]) -> None:
+async def test_text_streamed_in_pieces_is_the_whole_text(running: tuple[Cluster, Path]) -> None:
     """Indices are gapless over both phases, and the pieces add up."""
     suite, _ = running
     outputs = [
@@ -129,7 +130,7 @@ async def test_text_streamed_in_pieces_is_the_whole_text(running: tuple[Running,
     ],
 )
 async def test_bad_input_is_refused_by_field(
-    running: tuple[Running, Path], tokens: list[int], options: dict[str, Any], field: str
+    running: tuple[Cluster, Path], tokens: list[int], options: dict[str, Any], field: str
 ) -> None:
     suite, _ = running
     with pytest.raises(InvalidRequest) as error:
@@ -140,13 +141,13 @@ async def test_bad_input_is_refused_by_field(
     assert sum(worker.outstanding_tokens for worker in await suite.client.fleet()) == 0
 
 
-async def test_an_unknown_model_is_not_found(running: tuple[Running, Path]) -> None:
+async def test_an_unknown_model_is_not_found(running: tuple[Cluster, Path]) -> None:
     suite, _ = running
     with pytest.raises(UnknownModel, match="nobody"):
         await ask(suite, [1], model="nobody")
 
 
-async def test_many_at_once_with_random_cancels(running: tuple[Running, Path]) -> None:
+async def test_many_at_once_with_random_cancels(running: tuple[Cluster, Path]) -> None:
     """64 requests of mixed lengths, a third cancelled at random: the others are right, and no block is owned."""
     suite, model = running
     chance = random.Random(7)
@@ -172,7 +173,7 @@ async def test_many_at_once_with_random_cancels(running: tuple[Running, Path]) -
             assert answer is not None
             assert len(answer) == 24
             assert check_greedy(model, tokens, answer).mismatches == []
-    await suite.all_free()
+    await suite.assert_all_free()
     used = {
         worker.worker_id
         for worker in await suite.client.fleet()
