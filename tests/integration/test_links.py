@@ -345,24 +345,29 @@ def test_a_killed_sender_is_noticed_within_a_second(told: bool) -> None:
         with suppress(ConnectionResetError):  # the way a socket ends whose peer left something unread
             while (message := channel.receive()) is not None:
                 assert isinstance(message, LinkControl)
+                if not last_word:  # the other process has started, however long that took
+                    decode.hub.open("prefill", 1, True, "gloo")
                 last_word[:] = [time.monotonic()]
                 decode.hub.on_control("prefill", 1, message.message)
         if told:
             decode.hub.close("prefill", 1, "stream reset")
 
     decode.hub.grant("t", 1, "prefill", range(100), 100, 0)
-    decode.hub.open("prefill", 1, True, "gloo")
     decode.cable.set()
-    listener = threading.Thread(target=listen)
+    listener = threading.Thread(target=listen, daemon=True)
     listener.start()
-    failed = decode.events.get(timeout=60)
-    assert isinstance(failed, ReceiveFailed) and failed.ticket == "t", failed
-    assert time.monotonic() - last_word[0] < 1.0
-    assert child.wait(PATIENCE) == -signal.SIGKILL
-    listener.join()
-    assert decode.hub.stats()[1] > 0
-    decode.close()
-    channel.close()
+    try:
+        failed = decode.events.get(timeout=60)
+        assert isinstance(failed, ReceiveFailed) and failed.ticket == "t", failed
+        assert time.monotonic() - last_word[0] < 1.0
+        assert child.wait(PATIENCE) == -signal.SIGKILL
+        assert decode.hub.stats()[1] > 0
+    finally:
+        child.kill()
+        child.wait()
+        listener.join(PATIENCE)
+        decode.close()
+        channel.close()
 
 
 def _transfer(prefill: End, decode: End, ticket: str, slots: range) -> None:

@@ -25,7 +25,9 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a chat message: use the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each event, a line each.")] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens.")] = 256,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="At most this many new tokens; default: all that fit.")
+    ] = None,
     min_tokens: Annotated[int | None, typer.Option(min=0, help="No stop before this many.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="0 keeps all.")] = None,

@@ -57,6 +57,9 @@ class Detokenizer:
         text = both[len(before) :] if both.startswith(before) else self._decode(tokens)
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._shown, self._pending = tokens or self._shown, rest
+        if not self._decode(self._shown).endswith("\ufffd"):  # the stream would hold broken bytes, and show them again
+            for token in self._shown:  # shown already: a fresh stream would take the next token for a text's first
+                self._stream.step(self._tokenizer, token)
         for token in rest:
             text += self._stream.step(self._tokenizer, token) or ""
         return text

@@ -44,7 +44,7 @@ class Refusals:
 
     def refuse(self, worker: Worker, now: float) -> float:
         """Note a refusal; returns for how many seconds it holds at most."""
-        seconds = min(REFUSAL_MAX, REFUSAL_FIRST * 2.0**self.count)
+        seconds = min(REFUSAL_MAX, REFUSAL_FIRST * 2.0 ** min(self.count, 10))
         self.count += 1
         self.hard[worker.worker_id] = now + seconds
         return seconds
@@ -195,6 +195,7 @@ class Dispatcher:
             remaining=waiting.remaining,
             held=self._fleet.held(waiting.model, waiting.hashes),
             excluded=refused | waiting.refusals.soft,
+            was_refused=waiting.refusals.count > 0,
         )
         view = self._fleet.view(waiting.model)
         decision = choose_pair(view, request)

@@ -72,7 +72,7 @@ class TextCodec:
 
     async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The conversation as the model's prompt text. Raises InvalidRequest for what its template cannot take."""
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(len(message["content"]) + len(message["role"]) for message in messages)
         return self._render(messages) if size < LONG_TEXT else await asyncio.to_thread(self._render, messages)
 
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:

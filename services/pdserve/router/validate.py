@@ -17,6 +17,7 @@ MAX_REQUEST_ID = 128
 MAX_REQUEST_BYTES = 16 << 20  # of a whole message; gRPC's own limit is far above, and names no field
 MAX_MODEL_NAME = 256
 MAX_SALT = 256
+MAX_ROLE = 64
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 
@@ -162,11 +163,16 @@ async def _prompt(
 async def _chat(chat: inference_pb2.Chat, model: ServedModel, facts: ModelFacts) -> list[int]:
     if not chat.messages:
         raise InvalidRequest("chat.messages", "must not be empty")
+    if len(chat.messages) >= facts.max_model_len:  # each takes a token at least
+        message_count = f"{len(chat.messages)} messages, but max_model_len is {facts.max_model_len}"
+        raise InvalidRequest("chat.messages", message_count)
     for index, message in enumerate(chat.messages):
-        if not message.role or any(unicodedata.category(character) == "Cc" for character in message.role):
-            raise InvalidRequest(f"chat.messages[{index}].role", "must be a name such as 'user'")
+        role = message.role
+        if not 0 < len(role) <= MAX_ROLE or any(unicodedata.category(character) == "Cc" for character in role):
+            raise InvalidRequest(f"chat.messages[{index}].role", f"must be a name such as 'user' of at most {MAX_ROLE}")
     length = sum(len(message.content) for message in chat.messages)
     model.codec.require_plausible(length, facts.max_model_len, "chat.messages")
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
     text = await model.codec.render(messages)
+    model.codec.require_plausible(len(text), facts.max_model_len, "chat.messages")
     return await model.codec.encode(text, add_special_tokens=False)

@@ -109,10 +109,12 @@ class Scheduler:
             hits = self.pool.match(sequence.hashes)
         # All of the input is cached, but its last token's logits are needed: that one page becomes a copy.
         copied = hits.pop() if hits and not awaits_kv and len(hits) * size == given else None
-        pinned = [*hits, copied] if copied is not None else hits
         fresh = self.layout.blocks_for(wanted) - len(hits)
-        available, watermark = self.pool.available_after(pinned), self.config.watermark_blocks
-        others = len(self) > 0
+        watermark, others = self.config.watermark_blocks, len(self) > 0
+        pinned = hits if copied is None else [*hits, copied]
+        if copied is not None and not fits(fresh, self.pool.available_after(pinned), watermark, others):
+            copied, pinned = None, hits  # no room for the original beside its copy: compute that page instead
+        available = self.pool.available_after(pinned)
         if not fits(fresh, available, watermark, others):
             raise NoCapacity(
                 f"{fresh} KV blocks wanted beside {len(hits)} cached ones and {watermark if others else 0} kept free, "

@@ -21,7 +21,7 @@ def plan_step(work: Sequence[Work], budget: int) -> list[int]:
     arXiv:2403.02310).
     """
     counts = [0 if prefill else min(pending, 1) for pending, prefill in work]
-    budget -= sum(counts)
+    budget = max(budget - sum(counts), 1)  # prompts go on, if only by a token
     for index, (pending, prefill) in enumerate(work):
         if prefill and budget > 0:
             counts[index] = min(pending, budget)

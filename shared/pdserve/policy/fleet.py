@@ -92,14 +92,15 @@ class PlacementRequest:
     """What placing a sequence depends on.
 
     `tokens` are its given tokens (prompt and shown answer), `remaining` is how many more it may produce, `held` is
-    worker id -> leading full blocks in that worker's cache, `excluded` are workers that refused it since they last
-    reported.
+    worker id -> leading full blocks in that worker's cache, `excluded` are workers that refused it a moment
+    ago, and `was_refused` says that one did at any time: from then on its cached blocks are not counted as room.
     """
 
     tokens: int
     remaining: int
     held: dict[str, int] = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
+    was_refused: bool = False
 
     def blocks(self, worker: WorkerView, *, decoding: bool) -> int:
         """KV blocks that the sequence takes on `worker`: its given tokens, and, where it decodes, a look-ahead."""

@@ -92,8 +92,9 @@ def _accepts_prompt(worker: WorkerView) -> bool:
 def _with_room(workers: Iterable[WorkerView], request: PlacementRequest, *, decoding: bool) -> list[WorkerView]:
     fitting = []
     for worker in workers:
-        # A held block costs nothing where others use it too. Where nobody does, the worker may refuse: it knows best.
-        held = request.held_tokens(worker) // worker.layout.block_size
+        # A held block costs nothing where others use it too. Where nobody does it is part of the room that is counted,
+        # and the worker, which knows, may refuse; whoever was refused once waits until there is room in any case.
+        held = 0 if request.was_refused else request.held_tokens(worker) // worker.layout.block_size
         fresh = min(request.blocks(worker, decoding=decoding), worker.total_blocks) - held
         others = max(worker.sequences, worker.reported_sequences) > 0
         room = fits(fresh, worker.room, worker.watermark_blocks, others)

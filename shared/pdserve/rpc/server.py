@@ -172,6 +172,20 @@ def advertised_host(host: str) -> str:
     return socket.gethostname() if host in ("", "0.0.0.0", "::") else host
 
 
+def data_host(host: str) -> str:
+    """The address to bind for traffic between workers: `host`, or, where it means every interface, the one that this
+    machine's traffic leaves from. Sends nothing; loopback where there is no route."""
+    if host not in ("", "0.0.0.0", "::"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1 (RFC 5737): connecting a datagram socket only picks a route
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
+
+
 def join_host_port(host: str, port: int) -> str:
     """``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

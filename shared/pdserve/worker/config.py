@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
-from pdserve.rpc.server import advertised_host
+from pdserve.rpc.server import data_host
 from pdserve.rpc.settings import ServiceSettings
 from pdserve.worker.messages import EngineSettings
 
@@ -50,7 +50,9 @@ class WorkerSettings(ServiceSettings):
     attention_backend: str = Field("auto", description="attention kernels; auto: the best that is here")
     kv_transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="how KV moves between workers")
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs per worker; only 1 is supported")
-    kv_host: str | None = Field(None, description="address where KV links listen; default: the advertised one")
+    kv_host: str | None = Field(
+        None, description="address to bind for KV links; default: --host, or the address that traffic leaves from"
+    )
     frame_bytes: ByteSize = Field(ByteSize(1 << 20), gt=0, description="most KV bytes in one frame")
     ring_bytes: ByteSize = Field(ByteSize(64 << 20), gt=0, description="staging memory for frames")
     frame_timeout: float = Field(2.0, gt=0, description="seconds that a frame may take")
@@ -124,7 +126,7 @@ class WorkerSettings(ServiceSettings):
             lookahead_tokens=self.lookahead_tokens,
             attention_backend=self.attention_backend,
             kv_transport=self.kv_transport,
-            kv_host=self.kv_host or self.advertise_host or advertised_host(self.host),
+            kv_host=self.kv_host or data_host(self.host),
             frame_bytes=int(self.frame_bytes),
             ring_bytes=int(self.ring_bytes),
             frame_timeout=self.frame_timeout,

@@ -250,13 +250,18 @@ class PrefixClient:
             return
         # Written piece by piece instead of from an iterator: grpc.aio turns an iterator's error into a cancellation.
         call = self._stub.Store(timeout=STORE_DEADLINE)
+        sent: list[bytes] = []
         try:
             for batch in batches:
-                await call.write(await self._export(batch))
+                request = await self._export(batch)
+                sent += [block.hash for block in request.blocks]
+                await call.write(request)
             await call.done_writing()
             response = await call
         finally:
             call.cancel()
+        if not response.refused:
+            self._remember(sent)
         self.counts["stored blocks"] += response.stored
         self.counts["store refused: no room"] += response.refused
 
@@ -271,7 +276,6 @@ class PrefixClient:
         for number, digest in enumerate(exported.hashes):
             content = exported.payload[number * size : (number + 1) * size]
             blocks.append(prefix_cache_pb2.CacheBlock(hash=digest, payload=content, crc32=zlib.crc32(content)))
-        self._remember(exported.hashes)
         return prefix_cache_pb2.StoreRequest(blocks=blocks)
 
     def _remember(self, hashes: Sequence[bytes]) -> None:
@@ -283,6 +287,7 @@ class PrefixClient:
 
     def _failed(self, what: str, error: grpc.aio.AioRpcError) -> None:
         self._closed_until = time.monotonic() + COOL_OFF
+        self._known.clear()  # it may come back empty
         reason = "slow" if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else "down"
         self.counts[f"{what} failed: {reason}"] += 1
         log.warning("prefix_cache_failed", what=what, endpoint=self._endpoint, reason=reason, code=error.code().name)

@@ -197,3 +197,17 @@ def test_prompts_are_chunked_under_the_budget() -> None:
         counts.append((scheduled.count, scheduled.samples))
         scheduler.computed(seq, scheduled.count)
     assert counts == [(5, False), (5, False), (2, True)]
+
+
+def test_a_cached_prompt_that_fills_the_pool_is_admitted_again() -> None:
+    """There is no room for the last page beside its copy: it is computed instead, and nobody waits for ever."""
+    scheduler, pages = make(num_blocks=16, lookahead_tokens=4)
+    first = sequence("a", range(60), max_tokens=4)
+    admit(scheduler, first)
+    compute(scheduler, first)
+    scheduler.release(first)
+    again = sequence("b", range(60), max_tokens=4)
+    admit(scheduler, again)
+    assert (again.num_cached, pages.copies) == (56, [])
+    scheduler.release(again)
+    scheduler.check_integrity()

@@ -16,7 +16,7 @@ def test_streams_go_before_prompts_and_prompts_share_the_rest_in_order() -> None
     work = [Work(300, True), Work(1, False), Work(50, True), Work(1, False)]
     assert plan_step(work, 256) == [254, 1, 0, 1]
     assert plan_step(work, 340) == [300, 1, 38, 1]
-    assert plan_step(work, 1) == [0, 1, 0, 1]
+    assert plan_step(work, 1) == [1, 1, 0, 1]
 
 
 @given(WORK, st.integers(1, 600))
@@ -24,7 +24,7 @@ def test_the_budget_is_used_and_kept(work: list[Work], budget: int) -> None:
     counts = plan_step(work, budget)
     assert all(0 <= count <= item.pending for count, item in zip(counts, work, strict=True))
     streams = sum(not item.prefill for item in work)
-    assert sum(counts) == max(streams, min(budget, sum(item.pending for item in work)))
+    assert sum(counts) == min(max(budget, streams + 1), sum(item.pending for item in work))
 
 
 def test_lowest_priority_then_youngest_is_preempted() -> None:

@@ -68,3 +68,16 @@ def test_a_decoder_that_changes_what_it_said_is_recovered_from() -> None:
     tokenizer.decoder = decoders.WordPiece(cleanup=True)
     _, text = run(tokenizer, [2, 0, 1, 3, 2])
     assert text.replace(" ", "") == "xdon't.x"
+
+
+def test_a_space_survives_a_restart() -> None:
+    """A Llama-style decoder strips the first token's space; after broken bytes the next word is not the first."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "\u2581b": 257}
+    model = models.BPE(vocab=vocab, merges=[], byte_fallback=True)
+    llama = Tokenizer(model)
+    llama.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokens = [256, 0xC3, 0xA9, 0xFF, 256, 257]
+    _, text = run(llama, tokens)
+    assert text == "a\u00e9\ufffda b"
