@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from pdserve.core.errors import InvalidRequest
@@ -106,7 +105,7 @@ def spec_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         logprobs=spec.params.logprobs,
         priority=spec.priority,
         cache_salt=spec.cache_salt,
-        time_remaining_ms=0 if remaining is None else max(1, math.ceil(remaining * 1000)),
+        time_remaining_ms=0 if remaining is None else max(1, round(remaining * 1000)),
         traceparent=spec.traceparent,
     )
 

@@ -68,7 +68,9 @@ def test_a_sequence_survives_the_wire(spec: SequenceSpec) -> None:
     assert spec_from_proto(sequence_pb2.SequenceSpec.FromString(wire)) == spec
 
 
-@pytest.mark.parametrize("remaining, told", [(None, 0), (-1.0, 1), (0.0, 1), (0.0004, 1), (1.0001, 1001)])
+@pytest.mark.parametrize(
+    "remaining, told", [(None, 0), (-1.0, 1), (0.0, 1), (0.0004, 1), (1.0001, 1000), (1.0006, 1001)]
+)
 def test_a_deadline_never_becomes_none(remaining: float | None, told: int) -> None:
     spec = SequenceSpec("r", (1,), 1, SamplingParams(), time_remaining=remaining)
     assert spec_to_proto(spec).time_remaining_ms == told
