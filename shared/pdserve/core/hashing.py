@@ -18,7 +18,8 @@ HASH_BYTES = 16
 def root_hash(layout: KVLayout, salt: str = "") -> bytes:
     """The hash before the first block. Tensor-parallel size is left out on purpose: it does not change the KV."""
     digest = blake2b(digest_size=HASH_BYTES, person=b"pdserve-kv-root")
-    for part in (layout.model_fingerprint, layout.dtype.encode(), salt.encode()):
+    travels = (layout.transfer_dtype.encode(),) if layout.transfer_dtype else ()
+    for part in (layout.model_fingerprint, layout.dtype.encode(), salt.encode(), *travels):
         digest.update(struct.pack("<I", len(part)))
         digest.update(part)
     digest.update(struct.pack("<I", layout.block_size))

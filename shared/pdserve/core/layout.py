@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pdserve.core.errors import LayoutMismatch
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TRANSFER_DTYPES = ("", "int8", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape and kind of KV pages. A token's KV in one layer is K then V, each [num_kv_heads, head_size] of `dtype`."""
+    """Shape and kind of KV pages. A token's KV in one layer is K then V, each [num_kv_heads, head_size] of `dtype`.
+
+    `transfer_dtype` is how it travels between workers: "" as it is, "int8" or "fp8" with scales.
+    """
 
     block_size: int
     num_layers: int
@@ -19,6 +23,7 @@ class KVLayout:
     head_size: int
     dtype: str
     model_fingerprint: bytes
+    transfer_dtype: str = ""
 
     @property
     def layer_token_bytes(self) -> int:
@@ -48,5 +53,6 @@ class KVLayout:
         """One line for logs and errors."""
         return (
             f"{self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_size}, {self.dtype}, "
-            f"blocks of {self.block_size} tokens, model {self.model_fingerprint.hex()}"
+            f"blocks of {self.block_size} tokens, model {self.model_fingerprint.hex()}, "
+            f"travelling as {self.transfer_dtype or 'it is'}"
         )

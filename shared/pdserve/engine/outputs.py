@@ -44,6 +44,7 @@ class PromptDone(msgspec.Struct, frozen=True, array_like=True):
     blocks_reused: int
     queued: float
     compute: float
+    pulled_tokens: int = 0
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -60,3 +61,4 @@ class Load(msgspec.Struct, frozen=True):
     preemptions: int
     kv_bytes_sent: int
     kv_bytes_received: int
+    prefill_rate: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.core.errors import InvalidRequest
-from pdserve.core.layout import DTYPE_BYTES, KVLayout
+from pdserve.core.layout import DTYPE_BYTES, TRANSFER_DTYPES, KVLayout
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.v1 import inference_pb2, kv_pb2, sequence_pb2
@@ -143,6 +143,7 @@ def layout_to_proto(layout: KVLayout) -> kv_pb2.KvLayout:
         head_size=layout.head_size,
         dtype=layout.dtype,
         model_fingerprint=layout.model_fingerprint,
+        transfer_dtype=layout.transfer_dtype,
     )
 
 
@@ -157,6 +158,8 @@ def layout_from_proto(message: kv_pb2.KvLayout) -> KVLayout:
         raise InvalidRequest(
             "layout.model_fingerprint", f"must be {FINGERPRINT_BYTES} bytes, got {len(message.model_fingerprint)}"
         )
+    if message.transfer_dtype not in TRANSFER_DTYPES:
+        raise InvalidRequest("layout.transfer_dtype", f"must be int8, fp8 or empty, got {message.transfer_dtype!r}")
     return KVLayout(
         block_size=message.block_size,
         num_layers=message.num_layers,
@@ -164,6 +167,7 @@ def layout_from_proto(message: kv_pb2.KvLayout) -> KVLayout:
         head_size=message.head_size,
         dtype=message.dtype,
         model_fingerprint=message.model_fingerprint,
+        transfer_dtype=message.transfer_dtype,
     )
 
 

@@ -91,12 +91,14 @@ def control_to_proto(message: ControlMessage) -> kv_pb2.LinkMessage:
                     token_start=message.token_start,
                     token_count=message.token_count,
                     bytes=message.bytes,
+                    checksum=message.checksum,
                 )
             )
         case Credit(size):
             return kv_pb2.LinkMessage(credit=kv_pb2.Credit(bytes=size))
-        case Grant(ticket, attempt, held):
-            return kv_pb2.LinkMessage(grant=kv_pb2.Grant(ticket=ticket, attempt=attempt, tokens_held=held))
+        case Grant(ticket, attempt, held, end):
+            grant = kv_pb2.Grant(ticket=ticket, attempt=attempt, tokens_held=held, tokens_end=end)
+            return kv_pb2.LinkMessage(grant=grant)
         case Commit(ticket, attempt, frames, token):
             commit = kv_pb2.Commit(ticket=ticket, attempt=attempt, frame_count=frames, first_token=token)
             return kv_pb2.LinkMessage(commit=commit)
@@ -123,11 +125,13 @@ def control_from_proto(message: kv_pb2.LinkMessage) -> ControlMessage | Beat:
                 it.token_start,
                 it.token_count,
                 it.bytes,
+                it.checksum if it.HasField("checksum") else None,
             )
         case "credit":
             return Credit(message.credit.bytes)
         case "grant":
-            return Grant(message.grant.ticket, message.grant.attempt, message.grant.tokens_held)
+            given = message.grant
+            return Grant(given.ticket, given.attempt, given.tokens_held, given.tokens_end)
         case "commit":
             made = message.commit
             return Commit(made.ticket, made.attempt, made.frame_count, made.first_token)

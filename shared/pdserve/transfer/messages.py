@@ -17,6 +17,7 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     ticket: str
     attempt: int
     tokens_held: int
+    tokens_end: int = 0  # of a pull; 0: all that the sender was given
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
@@ -28,6 +29,7 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     token_start: int
     token_count: int
     bytes: int
+    checksum: int | None = None  # CRC-32
 
 
 class Credit(msgspec.Struct, frozen=True, tag=True):
@@ -86,6 +88,8 @@ class SendCommitted(msgspec.Struct, frozen=True):
 
     ticket: str
     kv_bytes: int
+    seconds: float = 0.0  # from the first announcement until the peer had everything
+    exposed: float = 0.0  # of those, after everything was computed
 
 
 class SendFailed(msgspec.Struct, frozen=True):
@@ -101,4 +105,68 @@ class SendStopped(msgspec.Struct, frozen=True):
     ticket: str
 
 
-TransferEvent = KvReady | ReceiveFailed | Revoked | SendCommitted | SendFailed | SendStopped
+class Granted(msgspec.Struct, frozen=True):
+    """Prefill side: the decode worker reserved pages, and holds that many leading tokens already."""
+
+    ticket: str
+    attempt: int
+    tokens_held: int
+
+
+class PullWanted(msgspec.Struct, frozen=True):
+    """Decode side: the prefill worker granted a pull, tokens [start, end) of what this worker holds of a ticket."""
+
+    ticket: str  # the pull's own name, see `pull_of`
+    attempt: int
+    peer: str
+    start: int
+    end: int
+
+
+TransferEvent = KvReady | ReceiveFailed | Revoked | SendCommitted | SendFailed | SendStopped | Granted | PullWanted
+
+PULL_SUFFIX = "/pull"
+
+
+def pull_of(ticket: str) -> str:
+    """The name under which a ticket's pull travels; routers' own tickets must not end like it."""
+    return ticket + PULL_SUFFIX
+
+
+# What the hub tells the front, for views and metrics.
+
+
+class LinkReport(msgspec.Struct, frozen=True):
+    """One link, from its beginning. Sizes in bytes, rates in bytes a second, times in seconds; 0: not measured."""
+
+    peer: str
+    epoch: int
+    transport: str
+    path: str
+    degraded: str
+    bytes_sent: int
+    bytes_received: int
+    bytes_in_flight: int
+    frames_in_flight: int
+    credit: int
+    bytes_per_second: float
+    round_trip: float
+
+
+class TransferReport(msgspec.Struct, frozen=True):
+    """All links of a process, those that are gone included in the counters."""
+
+    links: list[LinkReport] = []
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    frames_sent: int = 0
+    frames_received: int = 0
+    transfers: int = 0  # committed ones, as the sender counts
+    transfer_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    bytes_produced: int = 0  # KV computed for hand-offs
+    send_aborts: int = 0  # attempts that ended uncommitted
+    receive_aborts: int = 0
+    stale_frames: int = 0  # received for nobody, and dropped
+    links_lost: int = 0  # that failed, rather than were closed
+    threads_abandoned: int = 0

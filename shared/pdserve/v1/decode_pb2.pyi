@@ -77,6 +77,42 @@ class Submit(_message.Message):
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
 @_typing.final
+class Rearm(_message.Message):
+    """Rearm keeps a ticket's reservation for a new attempt by another prefill worker, or the same one. The answer is
+    Rearmed or AlreadyReady, or the ticket's End; until it is there nothing must be sent for the new attempt.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    attempt: _builtins.int
+    """One more than the last."""
+    prefill_worker_id: _builtins.str
+    @_builtins.property
+    def sequence(self) -> _sequence_pb2.SequenceSpec:
+        """The whole input of the new attempt: that of the last one, and tokens that were shown to the client since."""
+
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        prefill_worker_id: _builtins.str = ...,
+        sequence: _sequence_pb2.SequenceSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "prefill_worker_id", b"prefill_worker_id", "sequence", b"sequence", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rearm: _TypeAlias = Rearm  # noqa: Y015
+
+@_typing.final
 class Cancel(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -102,24 +138,28 @@ class SessionRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    REARM_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello: ...
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def rearm(self) -> Global___Rearm: ...
     def __init__(
         self,
         *,
         hello: Global___SessionHello | None = ...,
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
+        rearm: Global___Rearm | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "rearm", b"rearm", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "rearm", b"rearm", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "rearm"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -206,6 +246,89 @@ class Ready(_message.Message):
 Global___Ready: _TypeAlias = Ready  # noqa: Y015
 
 @_typing.final
+class AttemptFailed(_message.Message):
+    """AttemptFailed says that the attempt's KV will not come. The reservation stands until it is rearmed or cancelled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    attempt: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "reason", b"reason", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttemptFailed: _TypeAlias = AttemptFailed  # noqa: Y015
+
+@_typing.final
+class Rearmed(_message.Message):
+    """Rearmed answers Rearm: frames of older attempts are dropped from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TOKENS_HELD_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    attempt: _builtins.int
+    tokens_held: _builtins.int
+    """Leading tokens whose KV is there, from the cache or from older attempts: they need not be sent."""
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        tokens_held: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ticket", b"ticket", "tokens_held", b"tokens_held"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rearmed: _TypeAlias = Rearmed  # noqa: Y015
+
+@_typing.final
+class AlreadyReady(_message.Message):
+    """AlreadyReady answers Rearm where the KV of an older attempt was complete in time: no new one is needed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    attempt: _builtins.int
+    """The attempt that completed."""
+    first_token: _builtins.int
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        first_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "first_token", b"first_token", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AlreadyReady: _TypeAlias = AlreadyReady  # noqa: Y015
+
+@_typing.final
 class End(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -267,6 +390,9 @@ class SessionResponse(_message.Message):
     RESERVED_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FAILED_FIELD_NUMBER: _builtins.int
+    REARMED_FIELD_NUMBER: _builtins.int
+    ALREADY_READY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___SessionWelcome: ...
     @_builtins.property
@@ -275,6 +401,12 @@ class SessionResponse(_message.Message):
     def ready(self) -> Global___Ready: ...
     @_builtins.property
     def step(self) -> Global___Step: ...
+    @_builtins.property
+    def attempt_failed(self) -> Global___AttemptFailed: ...
+    @_builtins.property
+    def rearmed(self) -> Global___Rearmed: ...
+    @_builtins.property
+    def already_ready(self) -> Global___AlreadyReady: ...
     def __init__(
         self,
         *,
@@ -282,12 +414,15 @@ class SessionResponse(_message.Message):
         reserved: Global___Reserved | None = ...,
         ready: Global___Ready | None = ...,
         step: Global___Step | None = ...,
+        attempt_failed: Global___AttemptFailed | None = ...,
+        rearmed: Global___Rearmed | None = ...,
+        already_ready: Global___AlreadyReady | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "ready", b"ready", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["already_ready", b"already_ready", "attempt_failed", b"attempt_failed", "event", b"event", "ready", b"ready", "rearmed", b"rearmed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "ready", b"ready", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_ready", b"already_ready", "attempt_failed", b"attempt_failed", "event", b"event", "ready", b"ready", "rearmed", b"rearmed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "ready", "step"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "ready", "step", "attempt_failed", "rearmed", "already_ready"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -28,6 +28,7 @@ class KvLayout(_message.Message):
     HEAD_SIZE_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TRANSFER_DTYPE_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
@@ -36,6 +37,8 @@ class KvLayout(_message.Message):
     """"float32", "bfloat16" or "float16"."""
     model_fingerprint: _builtins.bytes
     """16 bytes: which weights made this KV."""
+    transfer_dtype: _builtins.str
+    """How KV travels: "" (as it is), "int8" or "fp8". Part of a block's identity, since it changes what arrives."""
     def __init__(
         self,
         *,
@@ -45,10 +48,11 @@ class KvLayout(_message.Message):
         head_size: _builtins.int = ...,
         dtype: _builtins.str = ...,
         model_fingerprint: _builtins.bytes = ...,
+        transfer_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_size", b"head_size", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_size", b"head_size", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "transfer_dtype", b"transfer_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -71,7 +75,7 @@ class LinkHello(_message.Message):
     protocol_min: _builtins.int
     protocol_max: _builtins.int
     transport: _builtins.str
-    """In the opener's hello: its setting, "auto", "gloo" or "nccl". In the answer: the one chosen."""
+    """In the opener's hello: its setting, "auto", "gloo", "nccl" or "cuda-ipc". In the answer: the one chosen."""
     device: _builtins.str
     node: _builtins.str
     @_builtins.property
@@ -122,27 +126,34 @@ Global___StoreSet: _TypeAlias = StoreSet  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):
-    """Grant tells the prefill worker that pages for a ticket exist."""
+    """Grant tells the other side that pages for a ticket exist, so that it may send their KV. A decode worker grants the
+    tickets that it reserved. A prefill worker that would rather have what the decode worker holds than compute it grants
+    the pull of a ticket, which is named ticket + "/pull".
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     TOKENS_HELD_FIELD_NUMBER: _builtins.int
+    TOKENS_END_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     attempt: _builtins.int
     tokens_held: _builtins.int
-    """Leading tokens whose KV the decode worker has already: they are not sent."""
+    """Leading tokens whose KV the granting worker has already: they are not sent."""
+    tokens_end: _builtins.int
+    """Of a pull: where it ends, in tokens. 0: at the end of what the sender was given."""
     def __init__(
         self,
         *,
         ticket: _builtins.str = ...,
         attempt: _builtins.int = ...,
         tokens_held: _builtins.int = ...,
+        tokens_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ticket", b"ticket", "tokens_held", b"tokens_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ticket", b"ticket", "tokens_end", b"tokens_end", "tokens_held", b"tokens_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -150,7 +161,9 @@ Global___Grant: _TypeAlias = Grant  # noqa: Y015
 
 @_typing.final
 class Announce(_message.Message):
-    """Announce names the next frame on the data half. It is irrevocable: a frame that is announced is sent and received."""
+    """Announce names the next frame on the data half. It is irrevocable: a frame that is announced is sent and received.
+    A frame without a ticket is a probe: it is received and dropped.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -162,6 +175,7 @@ class Announce(_message.Message):
     TOKEN_START_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     attempt: _builtins.int
     number: _builtins.int
@@ -171,6 +185,8 @@ class Announce(_message.Message):
     token_start: _builtins.int
     token_count: _builtins.int
     bytes: _builtins.int
+    checksum: _builtins.int
+    """CRC-32 of the frame, where the sender was told to make one."""
     def __init__(
         self,
         *,
@@ -182,12 +198,15 @@ class Announce(_message.Message):
         token_start: _builtins.int = ...,
         token_count: _builtins.int = ...,
         bytes: _builtins.int = ...,
+        checksum: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "checksum", b"checksum"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes", b"bytes", "layer_count", b"layer_count", "layer_start", b"layer_start", "number", b"number", "ticket", b"ticket", "token_count", b"token_count", "token_start", b"token_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "attempt", b"attempt", "bytes", b"bytes", "checksum", b"checksum", "layer_count", b"layer_count", "layer_start", b"layer_start", "number", b"number", "ticket", b"ticket", "token_count", b"token_count", "token_start", b"token_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__checksum: _TypeAlias = _typing.Literal["checksum"]  # noqa: Y015
+    _WhichOneofArgType__checksum: _TypeAlias = _typing.Literal["_checksum", b"_checksum"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__checksum) -> _WhichOneofReturnType__checksum | None: ...
 
 Global___Announce: _TypeAlias = Announce  # noqa: Y015
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import sequence_pb2 as pdserve_dot_v1_dot_sequence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x19pdserve/v1/sequence.proto\"\x90\x01\n\x0ePrefillRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12*\n\x08sequence\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x04 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x05 \x01(\t\"\xab\x01\n\nFirstToken\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.StepToken\x12\"\n\x03\x65nd\x18\x02 \x01(\x0e\x32\x15.pdserve.v1.EndReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rblocks_reused\x18\x04 \x01(\r\x12\x11\n\tqueued_ms\x18\x05 \x01(\x01\x12\x12\n\ncompute_ms\x18\x06 \x01(\x01\"$\n\x10PrefillCommitted\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\"|\n\x0fPrefillResponse\x12-\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.FirstTokenH\x00\x12\x31\n\tcommitted\x18\x02 \x01(\x0b\x32\x1c.pdserve.v1.PrefillCommittedH\x00\x42\x07\n\x05\x65vent2V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x1b.pdserve.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x19pdserve/v1/sequence.proto\"\xac\x01\n\x0ePrefillRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12*\n\x08sequence\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x04 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x05 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_tokens_held\x18\x06 \x01(\r\"\xc2\x01\n\nFirstToken\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.StepToken\x12\"\n\x03\x65nd\x18\x02 \x01(\x0e\x32\x15.pdserve.v1.EndReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rblocks_reused\x18\x04 \x01(\r\x12\x11\n\tqueued_ms\x18\x05 \x01(\x01\x12\x12\n\ncompute_ms\x18\x06 \x01(\x01\x12\x15\n\rpulled_tokens\x18\x07 \x01(\r\"W\n\x10PrefillCommitted\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x02 \x01(\x01\x12\x17\n\x0f\x65xposed_seconds\x18\x03 \x01(\x01\"|\n\x0fPrefillResponse\x12-\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.FirstTokenH\x00\x12\x31\n\tcommitted\x18\x02 \x01(\x0b\x32\x1c.pdserve.v1.PrefillCommittedH\x00\x42\x07\n\x05\x65vent2V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x1b.pdserve.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.prefill_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=68
-  _globals['_PREFILLREQUEST']._serialized_end=212
-  _globals['_FIRSTTOKEN']._serialized_start=215
-  _globals['_FIRSTTOKEN']._serialized_end=386
-  _globals['_PREFILLCOMMITTED']._serialized_start=388
-  _globals['_PREFILLCOMMITTED']._serialized_end=424
-  _globals['_PREFILLRESPONSE']._serialized_start=426
-  _globals['_PREFILLRESPONSE']._serialized_end=550
-  _globals['_PREFILLSERVICE']._serialized_start=552
-  _globals['_PREFILLSERVICE']._serialized_end=638
+  _globals['_PREFILLREQUEST']._serialized_end=240
+  _globals['_FIRSTTOKEN']._serialized_start=243
+  _globals['_FIRSTTOKEN']._serialized_end=437
+  _globals['_PREFILLCOMMITTED']._serialized_start=439
+  _globals['_PREFILLCOMMITTED']._serialized_end=526
+  _globals['_PREFILLRESPONSE']._serialized_start=528
+  _globals['_PREFILLRESPONSE']._serialized_end=652
+  _globals['_PREFILLSERVICE']._serialized_start=654
+  _globals['_PREFILLSERVICE']._serialized_end=740
 # @@protoc_insertion_point(module_scope)

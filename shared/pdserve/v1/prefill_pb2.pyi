@@ -26,11 +26,16 @@ class PrefillRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
     DECODE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_HELD_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     attempt: _builtins.int
     decode_worker_id: _builtins.str
     """Empty: nobody takes the KV (a request for a single token)."""
     decode_endpoint: _builtins.str
+    decode_tokens_held: _builtins.int
+    """Leading tokens whose KV the decode worker probably holds. What the prefill worker lacks of them it may pull over
+    the link where that is faster than computing it.
+    """
     @_builtins.property
     def sequence(self) -> _sequence_pb2.SequenceSpec: ...
     def __init__(
@@ -41,10 +46,11 @@ class PrefillRequest(_message.Message):
         sequence: _sequence_pb2.SequenceSpec | None = ...,
         decode_worker_id: _builtins.str = ...,
         decode_endpoint: _builtins.str = ...,
+        decode_tokens_held: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_endpoint", b"decode_endpoint", "decode_worker_id", b"decode_worker_id", "sequence", b"sequence", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_endpoint", b"decode_endpoint", "decode_tokens_held", b"decode_tokens_held", "decode_worker_id", b"decode_worker_id", "sequence", b"sequence", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -60,6 +66,7 @@ class FirstToken(_message.Message):
     BLOCKS_REUSED_FIELD_NUMBER: _builtins.int
     QUEUED_MS_FIELD_NUMBER: _builtins.int
     COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     end: _sequence_pb2.EndReason.ValueType
     """Set when the answer ends here: the decode worker is not needed."""
     cached_tokens: _builtins.int
@@ -68,6 +75,8 @@ class FirstToken(_message.Message):
     queued_ms: _builtins.float
     """Milliseconds that the sequence waited for its first chunk, and that computing took, by the worker's clock."""
     compute_ms: _builtins.float
+    pulled_tokens: _builtins.int
+    """Of cached_tokens, those that were pulled from the decode worker."""
     @_builtins.property
     def token(self) -> _sequence_pb2.StepToken: ...
     def __init__(
@@ -79,10 +88,11 @@ class FirstToken(_message.Message):
         blocks_reused: _builtins.int = ...,
         queued_ms: _builtins.float = ...,
         compute_ms: _builtins.float = ...,
+        pulled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_reused", b"blocks_reused", "cached_tokens", b"cached_tokens", "compute_ms", b"compute_ms", "end", b"end", "queued_ms", b"queued_ms", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_reused", b"blocks_reused", "cached_tokens", b"cached_tokens", "compute_ms", b"compute_ms", "end", b"end", "pulled_tokens", b"pulled_tokens", "queued_ms", b"queued_ms", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,16 +103,23 @@ class PrefillCommitted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KV_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
     """KV bytes sent."""
+    transfer_seconds: _builtins.float
+    """Seconds from the first frame until everything had landed, and those of them after the prompt was computed."""
+    exposed_seconds: _builtins.float
     def __init__(
         self,
         *,
         kv_bytes: _builtins.int = ...,
+        transfer_seconds: _builtins.float = ...,
+        exposed_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_seconds", b"exposed_seconds", "kv_bytes", b"kv_bytes", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -158,7 +158,7 @@ class WorkerSnapshot(_message.Message):
     def protocol(self) -> Global___VersionRange: ...
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """KV transports this worker can use: "gloo", "nccl"."""
+        """KV transports this worker can use: "gloo", "nccl", "cuda-ipc"."""
 
     def __init__(
         self,
@@ -208,6 +208,7 @@ class WorkerLoad(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     KV_BYTES_SENT_FIELD_NUMBER: _builtins.int
     KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     free_blocks: _builtins.int
     cached_blocks: _builtins.int
     """Unreferenced blocks whose content is reusable; they are evicted when needed."""
@@ -223,6 +224,8 @@ class WorkerLoad(_message.Message):
     preemptions: _builtins.int
     kv_bytes_sent: _builtins.int
     kv_bytes_received: _builtins.int
+    prefill_tokens_per_second: _builtins.float
+    """Prompt tokens that this worker computes in a second while it computes prompts; 0: not measured yet."""
     def __init__(
         self,
         *,
@@ -237,14 +240,95 @@ class WorkerLoad(_message.Message):
         preemptions: _builtins.int = ...,
         kv_bytes_sent: _builtins.int = ...,
         kv_bytes_received: _builtins.int = ...,
+        prefill_tokens_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "owned_blocks", b"owned_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "reserved_blocks", b"reserved_blocks", "running", b"running", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "owned_blocks", b"owned_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reserved_blocks", b"reserved_blocks", "running", b"running", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class LinkState(_message.Message):
+    """LinkState is one end of a KV link as its worker knows it. Counters start with the link."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
+    BYTES_SENT_FIELD_NUMBER: _builtins.int
+    BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    BYTES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    FRAMES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    CREDIT_BYTES_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_SECONDS_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    transport: _builtins.str
+    """"gloo", "nccl" or "cuda-ipc"."""
+    path: _builtins.str
+    """What carries the bytes: "nvlink", "p2p", "same-gpu", "shared-memory", "infiniband", "sockets", "loopback"."""
+    degraded: _builtins.str
+    """Why a slower path than expected was taken; empty: none was."""
+    bytes_sent: _builtins.int
+    bytes_received: _builtins.int
+    bytes_per_second: _builtins.float
+    """Bandwidth as measured when the link came up or was probed last, sending; 0: not measured."""
+    bytes_in_flight: _builtins.int
+    """Announced to the peer, and not landed yet."""
+    frames_in_flight: _builtins.int
+    credit_bytes: _builtins.int
+    """What may still be announced before the peer returns credit."""
+    round_trip_seconds: _builtins.float
+    """From announcing a frame of one token until its credit is back; 0: not measured."""
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        path: _builtins.str = ...,
+        degraded: _builtins.str = ...,
+        bytes_sent: _builtins.int = ...,
+        bytes_received: _builtins.int = ...,
+        bytes_per_second: _builtins.float = ...,
+        bytes_in_flight: _builtins.int = ...,
+        frames_in_flight: _builtins.int = ...,
+        credit_bytes: _builtins.int = ...,
+        round_trip_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_in_flight", b"bytes_in_flight", "bytes_per_second", b"bytes_per_second", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "credit_bytes", b"credit_bytes", "degraded", b"degraded", "frames_in_flight", b"frames_in_flight", "path", b"path", "peer", b"peer", "round_trip_seconds", b"round_trip_seconds", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkState: _TypeAlias = LinkState  # noqa: Y015
+
+@_typing.final
+class LinkTable(_message.Message):
+    """LinkTable is all links of a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkState]: ...
+    def __init__(
+        self,
+        *,
+        links: _abc.Iterable[Global___LinkState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkTable: _TypeAlias = LinkTable  # noqa: Y015
 
 @_typing.final
 class WorkerDelta(_message.Message):
@@ -255,6 +339,7 @@ class WorkerDelta(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     draining: _builtins.bool
     @_builtins.property
@@ -265,6 +350,10 @@ class WorkerDelta(_message.Message):
 
     @_builtins.property
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def links(self) -> Global___LinkTable:
+        """Set where it changed; at most once a second."""
+
     def __init__(
         self,
         *,
@@ -273,10 +362,11 @@ class WorkerDelta(_message.Message):
         stored: _abc.Iterable[_builtins.bytes] | None = ...,
         removed: _abc.Iterable[_builtins.bytes] | None = ...,
         draining: _builtins.bool = ...,
+        links: Global___LinkTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "load", b"load", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "links", b"links", "load", b"load", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -337,7 +427,7 @@ class OpenLinkResponse(_message.Message):
 
     TRANSPORT_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
-    """"gloo" or "nccl"."""
+    """"gloo", "nccl" or "cuda-ipc"."""
     def __init__(
         self,
         *,
@@ -350,6 +440,93 @@ class OpenLinkResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenLinkResponse: _TypeAlias = OpenLinkResponse  # noqa: Y015
+
+@_typing.final
+class ProbeLinkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    FRAME_BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SIZE_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """The other worker's gRPC endpoint and identity."""
+    worker_id: _builtins.str
+    bytes_per_size: _builtins.int
+    """Bytes to send for each size; 0: 32 MiB. At most 1 GiB."""
+    @_builtins.property
+    def frame_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sizes to measure; empty: a range of sizes up to the largest that the link takes, which also caps each."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        frame_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        bytes_per_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_size", b"bytes_per_size", "endpoint", b"endpoint", "frame_bytes", b"frame_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeLinkRequest: _TypeAlias = ProbeLinkRequest  # noqa: Y015
+
+@_typing.final
+class ProbeSample(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAME_BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    frame_bytes: _builtins.int
+    bytes_per_second: _builtins.float
+    def __init__(
+        self,
+        *,
+        frame_bytes: _builtins.int = ...,
+        bytes_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "frame_bytes", b"frame_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeSample: _TypeAlias = ProbeSample  # noqa: Y015
+
+@_typing.final
+class ProbeLinkResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_SECONDS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    path: _builtins.str
+    degraded: _builtins.str
+    round_trip_seconds: _builtins.float
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeSample]: ...
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        path: _builtins.str = ...,
+        degraded: _builtins.str = ...,
+        round_trip_seconds: _builtins.float = ...,
+        samples: _abc.Iterable[Global___ProbeSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "path", b"path", "round_trip_seconds", b"round_trip_seconds", "samples", b"samples", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeLinkResponse: _TypeAlias = ProbeLinkResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -45,6 +45,11 @@ class WorkerServiceStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.OpenLinkRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.OpenLinkResponse.FromString,
                 _registered_method=True)
+        self.ProbeLink = channel.unary_unary(
+                '/pdserve.v1.WorkerService/ProbeLink',
+                request_serializer=pdserve_dot_v1_dot_worker__pb2.ProbeLinkRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_worker__pb2.ProbeLinkResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/pdserve.v1.WorkerService/Drain',
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
@@ -71,6 +76,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProbeLink(self, request, context):
+        """ProbeLink measures the link to another worker with frames that nobody keeps, opening it where it is missing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Drain leaves the view; running work goes on.
         """
@@ -90,6 +102,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.OpenLink,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.OpenLinkRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.OpenLinkResponse.SerializeToString,
+            ),
+            'ProbeLink': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbeLink,
+                    request_deserializer=pdserve_dot_v1_dot_worker__pb2.ProbeLinkRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_worker__pb2.ProbeLinkResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -152,6 +169,33 @@ class WorkerService:
             '/pdserve.v1.WorkerService/OpenLink',
             pdserve_dot_v1_dot_worker__pb2.OpenLinkRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.OpenLinkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProbeLink(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.WorkerService/ProbeLink',
+            pdserve_dot_v1_dot_worker__pb2.ProbeLinkRequest.SerializeToString,
+            pdserve_dot_v1_dot_worker__pb2.ProbeLinkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class WorkerServiceStub:
     """
     OpenLink: _grpc.UnaryUnaryMultiCallable[_worker_pb2.OpenLinkRequest, _worker_pb2.OpenLinkResponse]
     """OpenLink makes sure that a KV link to another worker is up, so that no request pays for making it."""
+    ProbeLink: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ProbeLinkRequest, _worker_pb2.ProbeLinkResponse]
+    """ProbeLink measures the link to another worker with frames that nobody keeps, opening it where it is missing."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Drain leaves the view; running work goes on."""
 
@@ -53,6 +55,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     OpenLink: _aio.UnaryUnaryMultiCallable[_worker_pb2.OpenLinkRequest, _worker_pb2.OpenLinkResponse]  # type: ignore[assignment]
     """OpenLink makes sure that a KV link to another worker is up, so that no request pays for making it."""
+    ProbeLink: _aio.UnaryUnaryMultiCallable[_worker_pb2.ProbeLinkRequest, _worker_pb2.ProbeLinkResponse]  # type: ignore[assignment]
+    """ProbeLink measures the link to another worker with frames that nobody keeps, opening it where it is missing."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain leaves the view; running work goes on."""
 
@@ -76,6 +80,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.OpenLinkResponse, _abc.Awaitable[_worker_pb2.OpenLinkResponse]]:
         """OpenLink makes sure that a KV link to another worker is up, so that no request pays for making it."""
+
+    @_abc_1.abstractmethod
+    def ProbeLink(
+        self,
+        request: _worker_pb2.ProbeLinkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ProbeLinkResponse, _abc.Awaitable[_worker_pb2.ProbeLinkResponse]]:
+        """ProbeLink measures the link to another worker with frames that nobody keeps, opening it where it is missing."""
 
     @_abc_1.abstractmethod
     def Drain(

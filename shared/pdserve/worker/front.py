@@ -72,7 +72,7 @@ class WorkerFront:
 
     def services(self) -> list[Service]:
         """The gRPC services that every worker has."""
-        watch = WorkerServicer(self.board, self.leave, self.links.open)
+        watch = WorkerServicer(self.board, self.leave, self.links)
         return [
             (worker_pb2_grpc.add_WorkerServiceServicer_to_server, watch, "pdserve.v1.WorkerService"),
             (kv_pb2_grpc.add_LinkServiceServicer_to_server, self.links, "pdserve.v1.LinkService"),

@@ -32,9 +32,18 @@ from pdserve.rpc.convert_link import (
 )
 from pdserve.rpc.errors import RpcError, abort, error_from_call
 from pdserve.rpc.versions import agree
-from pdserve.transfer.messages import ControlMessage
+from pdserve.transfer.messages import ControlMessage, TransferReport
 from pdserve.v1 import kv_pb2, kv_pb2_grpc
-from pdserve.worker.messages import LinkClosed, LinkControl, LinkEstablished, LinkMessage, LinkOpened
+from pdserve.worker.messages import (
+    LinkClosed,
+    LinkControl,
+    LinkEstablished,
+    LinkMessage,
+    LinkOpened,
+    LinkProbe,
+    LinkProbed,
+    LinkStats,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -42,10 +51,21 @@ LEASE = 5.0  # seconds without a sign of life until a peer counts as gone
 HEARTBEAT_INTERVAL = LEASE / 5
 HELLO_DEADLINE = 5.0
 OPEN_DEADLINE = 20.0  # seconds for both halves; making a NCCL communicator takes some of them
+PROBE_DEADLINE = 60.0
 MAX_OUTBOX = 1 << 16  # control messages; a peer that takes none for a lease is gone anyway
 
 Read = Callable[[], Awaitable[Any]]
 Write = Callable[[kv_pb2.LinkMessage], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a link is, and what was measured of it."""
+
+    transport: str
+    path: str
+    degraded: str
+    measured: LinkProbed
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +74,9 @@ class _Link:
     incarnation: str
     epoch: int
     transport: str
+    path: str = ""
+    degraded: str = ""
+    probe: asyncio.Future[LinkProbed] | None = None
     outbox: asyncio.Queue[ControlMessage] = field(default_factory=lambda: asyncio.Queue(MAX_OUTBOX))
     established: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,11 +92,17 @@ class _Link:
 class Links(kv_pb2_grpc.LinkServiceServicer):
     """All links of one worker: LinkService for those that others open, `open` for our own.
 
-    `start` must be called before either works; `close` ends all. `tell_engine` must not block.
+    `start` must be called before either works; `close` ends all. `tell_engine` must not block, and neither must
+    `on_report`, which hears of the state of all links a few times a second while it changes.
     """
 
-    def __init__(self, tell_engine: Callable[[LinkMessage], None]) -> None:
+    def __init__(
+        self,
+        tell_engine: Callable[[LinkMessage], None],
+        on_report: Callable[[TransferReport], None] = lambda report: None,
+    ) -> None:
         self._tell_engine = tell_engine
+        self._on_report = on_report
         self._hello: Hello | None = None
         self._epochs = itertools.count(1)
         self._links: dict[str, _Link] = {}
@@ -115,8 +144,33 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
             if not self._waiters[peer]:
                 del self._waiters[peer]
 
+    async def probe(self, endpoint: str, peer: str, frame_bytes: list[int], bytes_per_size: int) -> Probe:
+        """Measure the link to `peer`, opening it where it is missing.
+
+        Raises what `open` does, Unavailable where the link ends meanwhile or PROBE_DEADLINE passes, and RpcError
+        (FAILED_PRECONDITION) where another probe of this link is under way.
+        """
+        await self.open(endpoint, peer)
+        link = self._links.get(peer)
+        if link is None or link.ended.is_set():
+            raise Unavailable(f"the link to {peer} ended")
+        if link.probe is not None:
+            raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, f"the link to {peer} is being probed already")
+        future = link.probe = asyncio.get_running_loop().create_future()
+        try:
+            self._tell_engine(LinkProbe(peer, link.epoch, frame_bytes, bytes_per_size))
+            async with asyncio.timeout(PROBE_DEADLINE):
+                return Probe(link.transport, link.path, link.degraded, await future)
+        except TimeoutError:
+            raise Unavailable(f"probing the link to {peer} took longer than {PROBE_DEADLINE} s") from None
+        finally:
+            link.probe = None
+
     def on_engine(self, message: LinkMessage) -> None:
-        """Take what the engine says about a link. Words about links that are over are dropped."""
+        """Take what the engine says about links. Words about links that are over are dropped."""
+        if isinstance(message, LinkStats):
+            self._on_report(message.report)
+            return
         link = self._links.get(message.peer)
         if link is None or link.epoch != message.epoch:
             return
@@ -126,13 +180,18 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
                     link.outbox.put_nowait(control)
                 except asyncio.QueueFull:
                     link.end("the peer takes no control messages")
-            case LinkEstablished():
-                link.established = True
-                log.info("link_established", peer=link.peer, epoch=link.epoch, transport=link.transport)
+            case LinkProbed():
+                if link.probe is not None and not link.probe.done():
+                    link.probe.set_result(message)
+            case LinkEstablished(_, _, path, degraded):
+                link.established, link.path, link.degraded = True, path, degraded
+                log.info("link_established", peer=link.peer, epoch=link.epoch, transport=link.transport, path=path)
+                if degraded:
+                    log.warning("link_degraded", peer=link.peer, epoch=link.epoch, path=path, reason=degraded)
                 self._settle(link.peer, link.transport)
             case LinkClosed(_, _, reason):
                 link.end(reason)
-            case LinkOpened():
+            case LinkOpened() | LinkProbe():
                 pass  # only ever sent the other way
 
     async def close(self) -> None:
@@ -237,6 +296,8 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             link.end("the control stream ended")
+            if link.probe is not None and not link.probe.done():
+                link.probe.set_exception(Unavailable(f"the link to {link.peer} ended: {link.reason}"))
             for task in tasks:
                 task.cancel()
             for outcome in await asyncio.gather(*tasks, return_exceptions=True):

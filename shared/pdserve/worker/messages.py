@@ -13,7 +13,7 @@ from pdserve.core.layout import KVLayout
 from pdserve.core.sequence import SequenceSpec
 from pdserve.engine.outputs import ChunkDone, Ended, Load, PromptDone, TokenOut
 from pdserve.engine.outputs import TokenLogprobs as TokenLogprobs
-from pdserve.transfer.messages import ControlMessage
+from pdserve.transfer.messages import ControlMessage, TransferReport
 
 # Front to engine.
 
@@ -40,6 +40,9 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True):
     frame_bytes: int
     ring_bytes: int
     frame_timeout: float
+    target_bytes: int = 256 << 10
+    kv_transfer_dtype: str = "auto"
+    kv_checksum: bool = False
     enable_prefix_caching: bool = True
     step_log: str = ""  # file for (end in monotonic ns, running sequences) of each step, written at the end; "": none
 
@@ -51,6 +54,7 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     spec: SequenceSpec
     peer: str | None
+    peer_holds: int = 0  # leading tokens that the peer probably has: what is missing here may be pulled
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +64,18 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     spec: SequenceSpec
     peer: str | None
+
+
+class Rearm(msgspec.Struct, frozen=True, tag=True):
+    """Fence a ticket's attempt and await the KV of `spec` from `peer` in a new one, into the same pages.
+
+    Answered by Rearmed or AlreadyReady; by Ended where the ticket cannot go on.
+    """
+
+    ticket: str
+    attempt: int
+    spec: SequenceSpec
+    peer: str
 
 
 class CancelTicket(msgspec.Struct, frozen=True, tag=True):
@@ -88,7 +104,15 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = (
-    EngineSettings | StartPrefill | Reserve | CancelTicket | LoadBlocks | ExportBlocks | CheckIntegrity | Shutdown
+    EngineSettings
+    | StartPrefill
+    | Reserve
+    | Rearm
+    | CancelTicket
+    | LoadBlocks
+    | ExportBlocks
+    | CheckIntegrity
+    | Shutdown
 )
 
 # Engine to front.
@@ -139,6 +163,28 @@ class ReservedPages(msgspec.Struct, frozen=True, tag=True):
     tokens_held: int
 
 
+class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
+    """An attempt's KV will not come; the reservation stands."""
+
+    ticket: str
+    attempt: int
+    reason: str
+
+
+class Rearmed(msgspec.Struct, frozen=True, tag=True):
+    ticket: str
+    attempt: int
+    tokens_held: int
+
+
+class AlreadyReady(msgspec.Struct, frozen=True, tag=True):
+    """`attempt`, an older one, had completed before it could be fenced."""
+
+    ticket: str
+    attempt: int
+    first_token: int
+
+
 class TicketReady(msgspec.Struct, frozen=True, tag=True):
     ticket: str
     attempt: int
@@ -150,6 +196,8 @@ class KvCommitted(msgspec.Struct, frozen=True, tag=True):
 
     ticket: str
     kv_bytes: int
+    seconds: float = 0.0
+    exposed: float = 0.0
 
 
 class BlocksExported(msgspec.Struct, frozen=True, tag=True):
@@ -170,6 +218,9 @@ FromEngine = (
     | EngineFailed
     | StepDone
     | ReservedPages
+    | AttemptFailed
+    | Rearmed
+    | AlreadyReady
     | TicketReady
     | KvCommitted
     | BlocksExported
@@ -201,6 +252,32 @@ class LinkEstablished(msgspec.Struct, frozen=True, tag=True):
 
     peer: str
     epoch: int
+    path: str = ""
+    degraded: str = ""
+
+
+class LinkProbe(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: measure an established link; sizes are capped by what it takes."""
+
+    peer: str
+    epoch: int
+    frame_bytes: list[int]
+    bytes_per_size: int
+
+
+class LinkProbed(msgspec.Struct, frozen=True, tag=True):
+    """Engine to front: (frame bytes, bytes a second) for each size, and seconds from a small frame to its credit."""
+
+    peer: str
+    epoch: int
+    round_trip: float
+    samples: list[tuple[int, float]]
+
+
+class LinkStats(msgspec.Struct, frozen=True, tag=True):
+    """Engine to front: the state of all links, when it changed, at most a few times a second."""
+
+    report: TransferReport
 
 
 class LinkClosed(msgspec.Struct, frozen=True, tag=True):
@@ -211,4 +288,4 @@ class LinkClosed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-LinkMessage = LinkOpened | LinkControl | LinkEstablished | LinkClosed
+LinkMessage = LinkOpened | LinkControl | LinkEstablished | LinkProbe | LinkProbed | LinkStats | LinkClosed
