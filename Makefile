@@ -6,7 +6,7 @@ STAMP := $(VENV)/installed
 export PROMPT
 PYTEST := $(BIN)/python -m pytest --durations=10
 
-.PHONY: help venv demo check test test-e2e proto bench-steps bench-attention bench-links clean
+.PHONY: help venv demo check test test-e2e test-gpu proto bench-steps bench-attention bench-links clean
 
 help:  ## What there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -36,6 +36,9 @@ test: $(STAMP)  ## All tests but the slow ones.
 
 test-e2e: $(STAMP)  ## The slow end-to-end tests.
 	$(PYTEST) -m slow
+
+test-gpu: $(STAMP)  ## The tests that need a CUDA GPU, or two.
+	$(PYTEST) -m gpu tests/gpu
 
 proto: $(STAMP)  ## Generate shared/pdserve/v1 from protos/.
 	$(BIN)/python scripts/proto.py

@@ -23,7 +23,10 @@ from pdserve.v1 import kv_pb2
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """How a worker introduces itself on a link. `transport`: the opener's wish, in the answer the choice."""
+    """How a worker introduces itself on a link. `transport`: the opener's wish, in the answer the choice.
+
+    `rdma_devices`: names of the node's InfiniBand and RoCE devices.
+    """
 
     worker_id: str
     incarnation: str
@@ -33,6 +36,7 @@ class Hello:
     node: str
     protocol_min: int
     protocol_max: int
+    rdma_devices: tuple[str, ...] = ()
 
 
 class Beat(Enum):
@@ -55,6 +59,7 @@ def hello_to_proto(hello: Hello) -> kv_pb2.LinkMessage:
             transport=hello.transport,
             device=hello.device,
             node=hello.node,
+            rdma_devices=hello.rdma_devices,
         )
     )
 
@@ -75,6 +80,7 @@ def hello_from_proto(message: kv_pb2.LinkMessage) -> Hello:
         node=hello.node,
         protocol_min=hello.protocol_min,
         protocol_max=hello.protocol_max,
+        rdma_devices=tuple(hello.rdma_devices),
     )
 
 

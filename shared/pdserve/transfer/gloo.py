@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from pdserve.transfer.transport import LinkLost, Work
+from pdserve.transfer.transport import LinkLost, PeerGone, Work
 
 _TAG = 0  # the same for all, so that nothing but the order of posting matches a receive to its send
 
 
 class GlooTransport:
-    """A two-member group. Its timeout is the frame's deadline; after one has passed, the pair is closed for good."""
+    """A two-member group. Its timeout is the frame's deadline; after one has passed, the pair is closed for good.
+
+    A send is through when the peer has posted its receive and the bytes are on their way. Sending and receiving are two
+    directions: a link uses a group for one of them, `cuda-ipc` signals both ways over one.
+    """
 
     device = torch.device("cpu")
 
@@ -27,7 +31,7 @@ class GlooTransport:
         options._threads = 1
         self._peer = 1 - rank
         self._timeout = timeout
-        self._outstanding: _GlooWork | None = None
+        self._outstanding: dict[str, _GlooWork] = {}
         try:
             self._group: Any = ProcessGroupGloo(store, rank, 2, options)
         except (RuntimeError, TimeoutError) as error:
@@ -43,19 +47,20 @@ class GlooTransport:
         """Nothing to do: Gloo's abort wakes nobody; the deadline, or the peer's closing its end, does."""
 
     def close(self) -> None:
-        self._outstanding = self._group = None  # the last reference closes the sockets, which wakes the peer
+        self._outstanding.clear()
+        self._group = None  # the last reference closes the sockets, which wakes the peer
 
     def _post(self, operation: str, tensor: torch.Tensor) -> Work:
         if not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise ValueError(f"{operation} of a tensor that is not contiguous in CPU memory")
-        if self._outstanding is not None and not self._outstanding.done:
+        if (before := self._outstanding.get(operation)) is not None and not before.done:
             raise ValueError(f"{operation} while another operation of this direction is outstanding")
         try:
             work = getattr(self._group, operation)([tensor], self._peer, _TAG)
         except RuntimeError as error:
-            raise LinkLost(_first_line(error)) from error
-        self._outstanding = _GlooWork(work, self._timeout)
-        return self._outstanding
+            raise _lost(error) from error
+        posted = self._outstanding[operation] = _GlooWork(work, self._timeout)
+        return posted
 
 
 class _GlooWork:
@@ -67,10 +72,15 @@ class _GlooWork:
         try:
             self._work.wait(self._timeout)
         except RuntimeError as error:
-            raise LinkLost(_first_line(error)) from error
+            raise _lost(error) from error
         finally:
             self._work = None  # it holds the group's sockets open
         self.done = True
+
+
+def _lost(error: RuntimeError) -> LinkLost:
+    reason = _first_line(error)
+    return PeerGone(reason) if "by peer" in reason else LinkLost(reason)  # "closed by peer", "reset by peer"
 
 
 def _first_line(error: BaseException) -> str:

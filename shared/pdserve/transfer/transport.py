@@ -1,6 +1,6 @@
-"""The data half of a link in one direction: the seam behind which Gloo and NCCL are the same.
+"""The data half of a link in one direction: the seam behind which Gloo, NCCL and CUDA IPC are the same.
 
-Both are written for NCCL's rule: operations match in the order in which they were posted, there is one outstanding at
+All are written for NCCL's rule: operations match in the order in which they were posted, there is one outstanding at
 a time, and tensors are contiguous.
 """
 
@@ -15,6 +15,10 @@ from pdserve.core.errors import Unavailable
 
 class LinkLost(Unavailable):
     """The data half of a link failed or ran into its deadline; the link is over."""
+
+
+class PeerGone(LinkLost):
+    """The peer closed its end, or its process is gone: nothing of it is under way any more."""
 
 
 class Work(Protocol):
@@ -41,4 +45,7 @@ class Transport(Protocol):
         """From any thread, without waiting: make what is under way end as soon as it can."""
 
     def close(self) -> None:
-        """Release the group. Called once, by the thread that uses it; nothing is under way then."""
+        """Release the group. Called once, by the thread that uses it, after a failure too.
+
+        When it returns, nothing writes any more into a tensor that was given to `recv`. May take a deadline.
+        """

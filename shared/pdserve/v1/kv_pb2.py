@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13pdserve/v1/kv.proto\x12\npdserve.v1\"\x9d\x01\n\x08KvLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x11\n\thead_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x16\n\x0etransfer_dtype\x18\x07 \x01(\t\"\xb6\x01\n\tLinkHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0cprotocol_min\x18\x03 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x04 \x01(\r\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x0c\n\x04node\x18\x08 \x01(\t\"&\n\x08StoreSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"Q\n\x05Grant\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btokens_held\x18\x03 \x01(\r\x12\x12\n\ntokens_end\x18\x04 \x01(\r\"\xc2\x01\n\x08\x41nnounce\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x13\n\x0blayer_start\x18\x04 \x01(\r\x12\x13\n\x0blayer_count\x18\x05 \x01(\r\x12\x13\n\x0btoken_start\x18\x06 \x01(\r\x12\x13\n\x0btoken_count\x18\x07 \x01(\r\x12\r\n\x05\x62ytes\x18\x08 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\t \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"\x17\n\x06\x43redit\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"S\n\x06\x43ommit\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66rame_count\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x04 \x01(\r\",\n\tCommitted\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"?\n\x0cTicketClosed\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0b\n\tHeartbeat\"\x8e\x03\n\x0bLinkMessage\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.LinkHelloH\x00\x12)\n\tstore_set\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.StoreSetH\x00\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.GrantH\x00\x12(\n\x08\x61nnounce\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.AnnounceH\x00\x12$\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.CreditH\x00\x12$\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x12.pdserve.v1.CommitH\x00\x12*\n\tcommitted\x18\x07 \x01(\x0b\x32\x15.pdserve.v1.CommittedH\x00\x12\x31\n\rticket_closed\x18\x08 \x01(\x0b\x32\x18.pdserve.v1.TicketClosedH\x00\x12*\n\theartbeat\x18\t \x01(\x0b\x32\x15.pdserve.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"7\n\x0bLinkRequest\x12(\n\x07message\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.LinkMessage\"8\n\x0cLinkResponse\x12(\n\x07message\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.LinkMessage2L\n\x0bLinkService\x12=\n\x04Link\x12\x17.pdserve.v1.LinkRequest\x1a\x18.pdserve.v1.LinkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13pdserve/v1/kv.proto\x12\npdserve.v1\"\x9d\x01\n\x08KvLayout\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x11\n\thead_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\x0c\x12\x16\n\x0etransfer_dtype\x18\x07 \x01(\t\"\xcc\x01\n\tLinkHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0cprotocol_min\x18\x03 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x04 \x01(\r\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\x12\x0c\n\x04node\x18\x08 \x01(\t\x12\x14\n\x0crdma_devices\x18\t \x03(\t\"&\n\x08StoreSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"Q\n\x05Grant\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btokens_held\x18\x03 \x01(\r\x12\x12\n\ntokens_end\x18\x04 \x01(\r\"\xc2\x01\n\x08\x41nnounce\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x13\n\x0blayer_start\x18\x04 \x01(\r\x12\x13\n\x0blayer_count\x18\x05 \x01(\r\x12\x13\n\x0btoken_start\x18\x06 \x01(\r\x12\x13\n\x0btoken_count\x18\x07 \x01(\r\x12\r\n\x05\x62ytes\x18\x08 \x01(\x04\x12\x15\n\x08\x63hecksum\x18\t \x01(\x07H\x00\x88\x01\x01\x42\x0b\n\t_checksum\"\x17\n\x06\x43redit\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"S\n\x06\x43ommit\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66rame_count\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x04 \x01(\r\",\n\tCommitted\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"?\n\x0cTicketClosed\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0b\n\tHeartbeat\"\x8e\x03\n\x0bLinkMessage\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.LinkHelloH\x00\x12)\n\tstore_set\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.StoreSetH\x00\x12\"\n\x05grant\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.GrantH\x00\x12(\n\x08\x61nnounce\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.AnnounceH\x00\x12$\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.CreditH\x00\x12$\n\x06\x63ommit\x18\x06 \x01(\x0b\x32\x12.pdserve.v1.CommitH\x00\x12*\n\tcommitted\x18\x07 \x01(\x0b\x32\x15.pdserve.v1.CommittedH\x00\x12\x31\n\rticket_closed\x18\x08 \x01(\x0b\x32\x18.pdserve.v1.TicketClosedH\x00\x12*\n\theartbeat\x18\t \x01(\x0b\x32\x15.pdserve.v1.HeartbeatH\x00\x42\x07\n\x05\x65vent\"7\n\x0bLinkRequest\x12(\n\x07message\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.LinkMessage\"8\n\x0cLinkResponse\x12(\n\x07message\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.LinkMessage2L\n\x0bLinkService\x12=\n\x04Link\x12\x17.pdserve.v1.LinkRequest\x1a\x18.pdserve.v1.LinkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVLAYOUT']._serialized_start=36
   _globals['_KVLAYOUT']._serialized_end=193
   _globals['_LINKHELLO']._serialized_start=196
-  _globals['_LINKHELLO']._serialized_end=378
-  _globals['_STORESET']._serialized_start=380
-  _globals['_STORESET']._serialized_end=418
-  _globals['_GRANT']._serialized_start=420
-  _globals['_GRANT']._serialized_end=501
-  _globals['_ANNOUNCE']._serialized_start=504
-  _globals['_ANNOUNCE']._serialized_end=698
-  _globals['_CREDIT']._serialized_start=700
-  _globals['_CREDIT']._serialized_end=723
-  _globals['_COMMIT']._serialized_start=725
-  _globals['_COMMIT']._serialized_end=808
-  _globals['_COMMITTED']._serialized_start=810
-  _globals['_COMMITTED']._serialized_end=854
-  _globals['_TICKETCLOSED']._serialized_start=856
-  _globals['_TICKETCLOSED']._serialized_end=919
-  _globals['_HEARTBEAT']._serialized_start=921
-  _globals['_HEARTBEAT']._serialized_end=932
-  _globals['_LINKMESSAGE']._serialized_start=935
-  _globals['_LINKMESSAGE']._serialized_end=1333
-  _globals['_LINKREQUEST']._serialized_start=1335
-  _globals['_LINKREQUEST']._serialized_end=1390
-  _globals['_LINKRESPONSE']._serialized_start=1392
-  _globals['_LINKRESPONSE']._serialized_end=1448
-  _globals['_LINKSERVICE']._serialized_start=1450
-  _globals['_LINKSERVICE']._serialized_end=1526
+  _globals['_LINKHELLO']._serialized_end=400
+  _globals['_STORESET']._serialized_start=402
+  _globals['_STORESET']._serialized_end=440
+  _globals['_GRANT']._serialized_start=442
+  _globals['_GRANT']._serialized_end=523
+  _globals['_ANNOUNCE']._serialized_start=526
+  _globals['_ANNOUNCE']._serialized_end=720
+  _globals['_CREDIT']._serialized_start=722
+  _globals['_CREDIT']._serialized_end=745
+  _globals['_COMMIT']._serialized_start=747
+  _globals['_COMMIT']._serialized_end=830
+  _globals['_COMMITTED']._serialized_start=832
+  _globals['_COMMITTED']._serialized_end=876
+  _globals['_TICKETCLOSED']._serialized_start=878
+  _globals['_TICKETCLOSED']._serialized_end=941
+  _globals['_HEARTBEAT']._serialized_start=943
+  _globals['_HEARTBEAT']._serialized_end=954
+  _globals['_LINKMESSAGE']._serialized_start=957
+  _globals['_LINKMESSAGE']._serialized_end=1355
+  _globals['_LINKREQUEST']._serialized_start=1357
+  _globals['_LINKREQUEST']._serialized_end=1412
+  _globals['_LINKRESPONSE']._serialized_start=1414
+  _globals['_LINKRESPONSE']._serialized_end=1470
+  _globals['_LINKSERVICE']._serialized_start=1472
+  _globals['_LINKSERVICE']._serialized_end=1548
 # @@protoc_insertion_point(module_scope)

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -70,6 +72,7 @@ class LinkHello(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
+    RDMA_DEVICES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     protocol_min: _builtins.int
@@ -77,9 +80,14 @@ class LinkHello(_message.Message):
     transport: _builtins.str
     """In the opener's hello: its setting, "auto", "gloo", "nccl" or "cuda-ipc". In the answer: the one chosen."""
     device: _builtins.str
+    """"cpu", or "cuda:0 (UUID)": two workers may know one GPU by different numbers."""
     node: _builtins.str
     @_builtins.property
     def layout(self) -> Global___KvLayout: ...
+    @_builtins.property
+    def rdma_devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """InfiniBand and RoCE devices of the node, by which a path is told from the one to expect."""
+
     def __init__(
         self,
         *,
@@ -91,10 +99,11 @@ class LinkHello(_message.Message):
         transport: _builtins.str = ...,
         device: _builtins.str = ...,
         node: _builtins.str = ...,
+        rdma_devices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "incarnation", b"incarnation", "layout", b"layout", "node", b"node", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "incarnation", b"incarnation", "layout", b"layout", "node", b"node", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rdma_devices", b"rdma_devices", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -142,7 +151,7 @@ class Grant(_message.Message):
     tokens_held: _builtins.int
     """Leading tokens whose KV the granting worker has already: they are not sent."""
     tokens_end: _builtins.int
-    """Of a pull: where it ends, in tokens. 0: at the end of what the sender was given."""
+    """Where the pages end, in tokens; a sender that was given another number of them refuses. 0: not told."""
     def __init__(
         self,
         *,

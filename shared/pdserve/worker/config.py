@@ -48,17 +48,29 @@ class WorkerSettings(ServiceSettings):
     )
     lookahead_tokens: int = Field(64, ge=0, description="answer tokens that a reservation has room for")
     attention_backend: str = Field("auto", description="attention kernels; auto: the best that is here")
-    kv_transport: Literal["auto", "nccl", "gloo"] = Field("auto", description="how KV moves between workers")
+    kv_transport: Literal["auto", "nccl", "gloo", "cuda-ipc"] = Field(
+        "auto", description="how KV moves between workers; auto: cuda-ipc on one GPU, nccl between two, else gloo"
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="GPUs per worker; only 1 is supported")
     kv_host: str | None = Field(
         None, description="address to bind for KV links; default: --host, or the address that traffic leaves from"
     )
+    kv_transfer_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto", description="how KV travels: auto, as it is; int8 or fp8, one byte a number with scales"
+    )
+    kv_checksum: bool = Field(False, description="check frames by CRC-32; TCP, InfiniBand and NVLink do so themselves")
     frame_bytes: ByteSize = Field(ByteSize(1 << 20), gt=0, description="most KV bytes in one frame")
     ring_bytes: ByteSize = Field(ByteSize(64 << 20), gt=0, description="staging memory for frames")
+    frame_target_bytes: ByteSize = Field(
+        ByteSize(256 << 10), gt=0, description="frames below it wait while the next layer may still join them"
+    )
     frame_timeout: float = Field(2.0, gt=0, description="seconds that a frame may take")
     enable_prefix_caching: bool = Field(True, description="reuse KV of equal prompt beginnings")
     prefix_cache: str | None = Field(None, description="endpoint of a prefix-cache service")
-    step_log: Path | None = Field(None, description="file for the end and size of each step, written at the end")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port for Prometheus metrics at --host; 0: any free one; unset: none"
+    )
+    step_log: Path | None = Field(None, description="file for the times of steps and hand-offs, written at the end")
 
     @field_validator("cores", "front_cores")
     @classmethod
@@ -130,6 +142,9 @@ class WorkerSettings(ServiceSettings):
             frame_bytes=int(self.frame_bytes),
             ring_bytes=int(self.ring_bytes),
             frame_timeout=self.frame_timeout,
+            target_bytes=int(self.frame_target_bytes),
+            kv_transfer_dtype=self.kv_transfer_dtype,
+            kv_checksum=self.kv_checksum,
             enable_prefix_caching=self.enable_prefix_caching,
             step_log=str(self.step_log) if self.step_log else "",
         )

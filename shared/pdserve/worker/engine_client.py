@@ -14,6 +14,7 @@ from typing import Self
 import structlog
 
 from pdserve.core.errors import ConfigError, ModelError, PdserveError, Unavailable
+from pdserve.transfer.nccl_environment import ENVIRONMENT
 from pdserve.worker.channel import AsyncChannel
 from pdserve.worker.messages import (
     EngineFailed,
@@ -165,7 +166,5 @@ def engine_environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": str(threads),
-        # ProcessGroupNCCL tears the whole process down on a group's error unless told not to.
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        **ENVIRONMENT,
     }

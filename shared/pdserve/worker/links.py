@@ -33,6 +33,7 @@ from pdserve.rpc.convert_link import (
 from pdserve.rpc.errors import RpcError, abort, error_from_call
 from pdserve.rpc.versions import agree
 from pdserve.transfer.messages import ControlMessage, TransferReport
+from pdserve.transfer.path import Facts, Path, describe_path, gpu_of, local_facts
 from pdserve.v1 import kv_pb2, kv_pb2_grpc
 from pdserve.worker.messages import (
     LinkClosed,
@@ -74,13 +75,17 @@ class _Link:
     incarnation: str
     epoch: int
     transport: str
-    path: str = ""
-    degraded: str = ""
+    path: Path
     probe: asyncio.Future[LinkProbed] | None = None
     outbox: asyncio.Queue[ControlMessage] = field(default_factory=lambda: asyncio.Queue(MAX_OUTBOX))
     established: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # after its end: out of the books, and told
     reason: str = ""
+
+    @property
+    def up(self) -> bool:
+        return self.established and not self.ended.is_set()
 
     def end(self, reason: str) -> None:
         """Ask for the end of both halves. The first reason counts."""
@@ -104,41 +109,61 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         self._tell_engine = tell_engine
         self._on_report = on_report
         self._hello: Hello | None = None
+        self._facts = Facts()
         self._epochs = itertools.count(1)
         self._links: dict[str, _Link] = {}
-        self._dials: dict[str, asyncio.Task[None]] = {}
+        self._dials: dict[str, asyncio.Task[None]] = {}  # until there is a link
+        self._dialled: set[asyncio.Task[None]] = set()  # and until it is over
         self._waiters: defaultdict[str, list[asyncio.Future[str]]] = defaultdict(list)
 
     def start(self, hello: Hello) -> None:
-        """From now on links can be made. `hello.transport` is this worker's setting."""
-        self._hello = hello
+        """From now on links can be made. `hello.transport` is this worker's setting; `rdma_devices` are found here."""
+        self._facts = local_facts(hello.device)
+        self._hello = replace(hello, rdma_devices=self._facts.rdma_devices)
 
     def is_up(self, peer: str) -> bool:
         """Whether both halves of the link to `peer` are there."""
         link = self._links.get(peer)
-        return link is not None and link.established and not link.ended.is_set()
+        return link is not None and link.up
+
+    def path_of(self, peer: str) -> str:
+        """What carries the bytes of the link to `peer`; empty while it is not up."""
+        link = self._links.get(peer)
+        return link.path.name if link is not None and link.established else ""
+
+    def degraded_of(self, peer: str) -> str:
+        """Why the link to `peer` took a slower path than expected; empty where it did not."""
+        link = self._links.get(peer)
+        return link.path.degraded if link is not None and link.established else ""
 
     async def open(self, endpoint: str, peer: str) -> str:
         """Wait until the link to the worker `peer` is up, opening it if nobody has. Returns its transport.
 
         Raises Unavailable (peer not there, or not within OPEN_DEADLINE), LayoutMismatch, RpcError.
         """
-        link = self._links.get(peer)
-        if link is not None and link.established and not link.ended.is_set():
-            return link.transport
         self._ours()
-        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiters[peer].append(future)
-        if link is None and peer not in self._dials:
-            # A context of its own: the link outlives the request that happens to need it first.
-            self._dials[peer] = asyncio.create_task(
-                self._dial(endpoint, peer), name=f"link to {peer}", context=contextvars.Context()
-            )
         try:
             async with asyncio.timeout(OPEN_DEADLINE):
-                return await future
+                while (link := self._links.get(peer)) is not None and link.ended.is_set():
+                    await link.gone.wait()  # as one that was idle, until this request came
+                return link.transport if link is not None and link.up else await self._wait_up(endpoint, peer)
         except TimeoutError:
             raise Unavailable(f"the link to {peer} at {endpoint} was not up within {OPEN_DEADLINE} s") from None
+
+    async def _wait_up(self, endpoint: str, peer: str) -> str:
+        """Dial, unless somebody has or a link is coming up, and wait for the outcome."""
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiters[peer].append(future)
+        if peer not in self._links and peer not in self._dials:
+            # A context of its own: the link outlives the request that happens to need it first.
+            dial = asyncio.create_task(
+                self._dial(endpoint, peer), name=f"link to {peer}", context=contextvars.Context()
+            )
+            self._dials[peer] = dial
+            self._dialled.add(dial)
+            dial.add_done_callback(self._dialled.discard)
+        try:
+            return await future
         finally:
             self._waiters[peer].remove(future)
             if not self._waiters[peer]:
@@ -160,7 +185,7 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         try:
             self._tell_engine(LinkProbe(peer, link.epoch, frame_bytes, bytes_per_size))
             async with asyncio.timeout(PROBE_DEADLINE):
-                return Probe(link.transport, link.path, link.degraded, await future)
+                return Probe(link.transport, link.path.name, link.path.degraded, await future)
         except TimeoutError:
             raise Unavailable(f"probing the link to {peer} took longer than {PROBE_DEADLINE} s") from None
         finally:
@@ -172,7 +197,7 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
             self._on_report(message.report)
             return
         link = self._links.get(message.peer)
-        if link is None or link.epoch != message.epoch:
+        if link is None or link.epoch != message.epoch or link.ended.is_set():
             return
         match message:
             case LinkControl(_, _, control):
@@ -184,10 +209,10 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
                 if link.probe is not None and not link.probe.done():
                     link.probe.set_result(message)
             case LinkEstablished(_, _, path, degraded):
-                link.established, link.path, link.degraded = True, path, degraded
-                log.info("link_established", peer=link.peer, epoch=link.epoch, transport=link.transport, path=path)
-                if degraded:
-                    log.warning("link_degraded", peer=link.peer, epoch=link.epoch, path=path, reason=degraded)
+                link.established = True
+                if path:  # the engine knows better
+                    link.path = Path(path, degraded)
+                self._log_path(link)
                 self._settle(link.peer, link.transport)
             case LinkClosed(_, _, reason):
                 link.end(reason)
@@ -198,10 +223,9 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         """End every link and every attempt to open one."""
         for link in list(self._links.values()):
             link.end("the worker stops")
-        dials = list(self._dials.values())
-        for dial in dials:
+        for dial in self._dials.values():
             dial.cancel()
-        await asyncio.gather(*dials, return_exceptions=True)
+        await asyncio.gather(*self._dialled, return_exceptions=True)
         for peer in list(self._waiters):
             self._settle(peer, Unavailable("the worker stops"))
 
@@ -238,7 +262,7 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
 
     async def _dial(self, endpoint: str, peer: str) -> None:
         ours = self._ours()
-        failure: PdserveError = Unavailable(f"the link to {peer} ended")
+        failure: PdserveError | None = None
         try:
             async with connect(endpoint) as channel:
                 stub: kv_pb2_grpc.LinkServiceAsyncStub = kv_pb2_grpc.LinkServiceStub(channel)
@@ -254,6 +278,7 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
                     if theirs.worker_id != peer:
                         raise Unavailable(f"{endpoint} is worker {theirs.worker_id}, not {peer}")
                     link = self._enter(theirs, theirs.transport, "chosen by the peer", initiator=True)
+                    del self._dials[peer]
                     await self._live(link, call.read, lambda message: call.write(kv_pb2.LinkRequest(message=message)))
                 finally:
                     call.cancel()
@@ -264,9 +289,11 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         except PdserveError as error:
             failure = error
         finally:
-            del self._dials[peer]
+            dialling = self._dials.get(peer) is asyncio.current_task()
+            if dialling:
+                del self._dials[peer]
         crossed = isinstance(failure, RpcError) and failure.code is grpc.StatusCode.ALREADY_EXISTS
-        if peer not in self._links and not crossed:
+        if failure is not None and dialling and peer not in self._links and not crossed:
             if self._waiters.get(peer):
                 log.warning("link_failed", peer=peer, endpoint=endpoint, reason=str(failure))
             self._settle(peer, failure)
@@ -279,7 +306,8 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
             again = "again" if old.incarnation == theirs.incarnation else "anew, after a restart"
             old.end(f"{peer} opened the link {again}")
             self._tell_engine(LinkClosed(peer, old.epoch, old.reason))
-        link = _Link(peer, theirs.incarnation, next(self._epochs), transport)
+        path = describe_path(transport, self._ours(), theirs, self._facts)
+        link = _Link(peer, theirs.incarnation, next(self._epochs), transport, path)
         self._links[peer] = link
         log.info("link_opened", peer=peer, epoch=link.epoch, transport=transport, reason=reason, initiator=initiator)
         self._tell_engine(LinkOpened(peer, link.epoch, initiator, transport))
@@ -300,14 +328,29 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
                 link.probe.set_exception(Unavailable(f"the link to {link.peer} ended: {link.reason}"))
             for task in tasks:
                 task.cancel()
-            for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(outcome, Exception) and not isinstance(outcome, _STREAM_ENDS):
-                    log.error("link_error", peer=link.peer, epoch=link.epoch, error=repr(outcome))
-            if self._links.get(link.peer) is link:
-                del self._links[link.peer]
-                log.info("link_closed", peer=link.peer, epoch=link.epoch, reason=link.reason)
-                self._tell_engine(LinkClosed(link.peer, link.epoch, link.reason))
-                self._settle(link.peer, Unavailable(f"the link to {link.peer} ended: {link.reason}"))
+            try:
+                for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+                    if isinstance(outcome, Exception) and not isinstance(outcome, _STREAM_ENDS):
+                        log.error("link_error", peer=link.peer, epoch=link.epoch, error=repr(outcome))
+            finally:
+                self._leave(link)
+
+    def _leave(self, link: _Link) -> None:
+        """Take an ended link out of the books, unless another has its place, and tell. An end is no news to warn of:
+        links close where they are idle, and what was on them is told by itself."""
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
+            log.info("link_closed", peer=link.peer, epoch=link.epoch, reason=link.reason)
+            self._tell_engine(LinkClosed(link.peer, link.epoch, link.reason))
+            self._settle(link.peer, Unavailable(f"the link to {link.peer} ended: {link.reason}"))
+        link.gone.set()
+
+    def _log_path(self, link: _Link) -> None:
+        path = link.path
+        told = {"peer": link.peer, "epoch": link.epoch, "transport": link.transport, "path": path.name}
+        log.info("link_established", **told, **({"path_is": "expected"} if path.expected else {}))
+        if path.degraded:
+            log.warning("link_degraded", **told, reason=path.degraded)
 
     async def _receive(self, link: _Link, read: Read) -> None:
         while True:
@@ -369,23 +412,29 @@ def check_hello(ours: Hello, theirs: Hello) -> None:
         raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, f"two workers have the id {ours.worker_id}")
 
 
-def _gpu(device: str) -> str:
-    """A GPU's UUID, which two processes may know by different numbers; without one, what it is called."""
-    return device.partition(" ")[2] or device
-
-
 def choose_transport(ours: Hello, theirs: Hello) -> tuple[str, str]:
-    """The transport for a link and why, from both settings and devices. Raises RpcError where they contradict."""
+    """The transport for a link and why, from both settings and devices. Raises RpcError where they contradict, or
+    where what is set cannot work."""
     wishes = {ours.transport, theirs.transport} - {"auto", ""}
     if len(wishes) > 1:
-        message = f"KV transports contradict: {ours.transport} here, {theirs.transport} there"
-        raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, message)
+        raise _refused(f"KV transports contradict: {ours.transport} here, {theirs.transport} there")
     devices = f"{ours.device} on {ours.node} and {theirs.device} on {theirs.node}"
     both_gpus = ours.device.startswith("cuda") and theirs.device.startswith("cuda")
-    same_gpu = (ours.node, _gpu(ours.device)) == (theirs.node, _gpu(theirs.device))
-    nccl_works = both_gpus and not same_gpu
-    if wishes == {"nccl"} and not nccl_works:
-        raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, f"nccl needs two GPUs, these are {devices}")
+    near = ours.node == theirs.node
+    uuids = gpu_of(ours.device), gpu_of(theirs.device)
+    one_gpu = both_gpus and (uuids[0] == uuids[1] if all(uuids) else near and ours.device == theirs.device)
+    works = {"cuda-ipc": one_gpu and near, "nccl": both_gpus and not one_gpu, "gloo": True}
     if wishes:
-        return wishes.pop(), "set"
-    return ("nccl" if nccl_works else "gloo"), f"auto: {devices}"
+        wish = wishes.pop()
+        if not works.get(wish, False):
+            needs = {"cuda-ipc": "two workers on one GPU of one node", "nccl": "two GPUs"}.get(wish, "another version")
+            raise _refused(f"{wish} needs {needs}, these are {devices}")
+        return wish, "set"
+    chosen = next(kind for kind, fits in works.items() if fits)
+    if one_gpu and not near:
+        devices += ": one GPU under two node names, which cuda-ipc does not bridge"
+    return chosen, f"auto: {devices}"
+
+
+def _refused(message: str) -> RpcError:
+    return RpcError(grpc.StatusCode.FAILED_PRECONDITION, message)

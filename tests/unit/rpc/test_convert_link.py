@@ -28,7 +28,7 @@ from pdserve.transfer.messages import (
 from pdserve.v1 import kv_pb2
 
 LAYOUT = KVLayout(16, 2, 2, 16, "float32", b"f" * 16)
-HELLO = Hello("prefill-0", "abc", LAYOUT, "auto", "cpu", "node", 1, 2)
+HELLO = Hello("prefill-0", "abc", LAYOUT, "auto", "cpu", "node", 1, 2, ("mlx5_0", "mlx5_1"))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,8 @@ def test_a_heartbeat_and_what_is_unknown_are_signs_of_life() -> None:
 
 
 def test_hello_comes_back_as_it_was() -> None:
-    assert hello_from_proto(hello_to_proto(HELLO)) == HELLO
+    wire = kv_pb2.LinkMessage.FromString(hello_to_proto(HELLO).SerializeToString())
+    assert hello_from_proto(wire) == HELLO
 
 
 def test_a_link_begins_with_a_hello_and_has_only_one() -> None:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from pdserve.core.errors import LayoutMismatch, Unavailable
 from pdserve.core.layout import KVLayout
@@ -16,6 +17,7 @@ from pdserve.rpc.errors import RpcError
 from pdserve.rpc.server import GrpcServer
 from pdserve.rpc.settings import ServiceSettings
 from pdserve.transfer.messages import Grant, StoreSet
+from pdserve.transfer.path import Facts
 from pdserve.v1 import kv_pb2_grpc
 from pdserve.worker import links as links_module
 from pdserve.worker.links import Links, choose_transport
@@ -135,27 +137,91 @@ async def test_a_restarted_peer_replaces_the_old_link() -> None:
             assert b.links.is_up("a")
 
 
+async def test_a_link_that_was_idle_closes_quietly_and_the_next_request_opens_it_again() -> None:
+    """Even one that comes while the old link is still on its way out."""
+    async with worker("a") as a, worker("b") as b:
+        await a.links.open(b.endpoint, "b")
+        with capture_logs() as logs:
+            a.links.on_engine(LinkClosed("b", 1, "idle, closed to make room for another link"))
+            assert not a.links.is_up("b")
+            opened = await asyncio.gather(*(a.links.open(b.endpoint, "b") for _ in range(3)))
+        assert opened == ["gloo"] * 3 and a.links.is_up("b") and a.links.path_of("b") == "loopback"
+        assert [await a.heard() for _ in range(3)] == [
+            LinkOpened("b", 1, True, "gloo"),
+            LinkClosed("b", 1, "idle, closed to make room for another link"),
+            LinkOpened("b", 2, True, "gloo"),
+        ]
+        assert {entry["log_level"] for entry in logs} == {"info"}
+
+
+async def test_the_one_that_was_dialled_may_close_an_idle_link_too() -> None:
+    async with worker("a") as a, worker("b") as b:
+        await a.links.open(b.endpoint, "b")
+        b.links.on_engine(LinkClosed("a", 1, "idle, closed to make room for another link"))
+        assert await b.links.open(a.endpoint, "a") == "gloo"
+        assert b.links.is_up("a") and a.links.is_up("b")
+
+
+async def test_a_path_that_is_not_the_one_to_expect_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends have RDMA devices, say so in their hellos, and are linked over sockets."""
+    monkeypatch.setattr(links_module, "local_facts", lambda device: Facts(rdma_devices=("mlx5_0",)))
+    with capture_logs() as logs:
+        async with worker("a") as a, worker("b", hello=replace(HELLO, node="far")) as b:
+            await a.links.open(b.endpoint, "b")
+            assert a.links.path_of("b") == b.links.path_of("a") == "sockets" and a.links.path_of("c") == ""
+    degraded = [entry for entry in logs if entry["event"] == "link_degraded"]
+    assert len(degraded) == 2 and all("(mlx5_0; mlx5_0)" in entry["reason"] for entry in degraded)
+    assert [entry["path"] for entry in logs if entry["event"] == "link_established"] == ["sockets", "sockets"]
+
+
+async def test_what_the_engine_knows_of_a_path_counts_more() -> None:
+    async with worker("a", works=False) as a, worker("b") as b:
+        opening = asyncio.create_task(a.links.open(b.endpoint, "b"))
+        assert await a.heard() == LinkOpened("b", 1, True, "gloo")
+        a.links.on_engine(LinkEstablished("b", 1, "shared-memory", "slow"))
+        await opening
+        assert (a.links.path_of("b"), a.links.degraded_of("b")) == ("shared-memory", "slow")
+
+
+HERE, THERE = "cuda:0 (11-aa)", "cuda:0 (22-bb)"  # each worker's first GPU, by UUID
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "chosen"),
     [
         (("auto", "cpu", "x"), ("auto", "cpu", "x"), "gloo"),
-        (("auto", "cuda:0", "x"), ("auto", "cuda:1", "x"), "nccl"),
+        (("auto", "cpu", "x"), ("auto", "cpu", "y"), "gloo"),
+        (("auto", HERE, "x"), ("auto", THERE, "x"), "nccl"),
+        (("auto", HERE, "x"), ("auto", THERE, "y"), "nccl"),
+        (("auto", HERE, "x"), ("auto", "cuda:1 (11-aa)", "x"), "cuda-ipc"),
+        (("auto", HERE, "x"), ("auto", HERE, "y"), "gloo"),  # two containers on one GPU
+        (("auto", "cuda:0", "x"), ("auto", "cuda:0", "x"), "cuda-ipc"),
         (("auto", "cuda:0", "x"), ("auto", "cuda:0", "y"), "nccl"),
-        (("auto", "cuda:0", "x"), ("auto", "cuda:0", "x"), "gloo"),
-        (("auto", "cuda:0", "x"), ("gloo", "cuda:1", "x"), "gloo"),
-        (("auto", "cuda:0", "x"), ("auto", "cpu", "x"), "gloo"),
-        (("nccl", "cuda:0", "x"), ("gloo", "cuda:1", "x"), None),
-        (("nccl", "cuda:0", "x"), ("auto", "cpu", "x"), None),
+        (("auto", HERE, "x"), ("auto", "cpu", "x"), "gloo"),
+        (("auto", HERE, "x"), ("gloo", THERE, "x"), "gloo"),
+        (("gloo", HERE, "x"), ("auto", HERE, "x"), "gloo"),
+        (("cuda-ipc", HERE, "x"), ("auto", HERE, "x"), "cuda-ipc"),
+        (("nccl", HERE, "x"), ("nccl", THERE, "y"), "nccl"),
+        (("nccl", HERE, "x"), ("gloo", THERE, "x"), "contradict: nccl here, gloo there"),
+        (("nccl", HERE, "x"), ("auto", "cpu", "x"), rf"nccl needs two GPUs.*{HERE[:6]}.*cpu on x"),
+        (("auto", HERE, "x"), ("nccl", HERE, "x"), r"nccl needs two GPUs.*11-aa.*11-aa"),
+        (("cuda-ipc", HERE, "x"), ("auto", THERE, "x"), r"cuda-ipc needs two workers on one GPU.*11-aa.*22-bb"),
+        (("cuda-ipc", HERE, "x"), ("auto", HERE, "y"), r"one GPU of one node.* on x and .* on y"),
+        (("auto", "cpu", "x"), ("rdma", "cpu", "x"), "rdma needs another version"),
     ],
 )
 def test_the_transport_follows_settings_and_devices(
-    ours: tuple[str, str, str], theirs: tuple[str, str, str], chosen: str | None
+    ours: tuple[str, str, str], theirs: tuple[str, str, str], chosen: str
 ) -> None:
+    """What cannot work is refused, with both devices named."""
+
     def hello(facts: tuple[str, str, str]) -> Hello:
         return replace(HELLO, transport=facts[0], device=facts[1], node=facts[2])
 
-    if chosen is None:
-        with pytest.raises(RpcError):
+    if " " in chosen or ".*" in chosen:
+        with pytest.raises(RpcError, match=chosen):
             choose_transport(hello(ours), hello(theirs))
     else:
-        assert choose_transport(hello(ours), hello(theirs))[0] == chosen
+        transport, reason = choose_transport(hello(ours), hello(theirs))
+        assert transport == chosen
+        assert (reason == "set") is not (ours[0] == theirs[0] == "auto")
