@@ -18,12 +18,14 @@ from typing import Any, Self
 
 import grpc.aio
 
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.fabric import wire_token_bytes
 from pdserve.core.sampling import SamplingParams
 from pdserve.rpc.channel import connect
-from pdserve.rpc.convert import sampling_from_proto
+from pdserve.rpc.convert import layout_from_proto, sampling_from_proto
 from pdserve.rpc.errors import error_from_call
 from pdserve.telemetry.tracing import TRACEPARENT, current_traceparent
-from pdserve.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
+from pdserve.v1 import inference_pb2, inference_pb2_grpc, kv_pb2, worker_pb2
 
 CALL_TIMEOUT = 10.0  # seconds, for calls that compute nothing
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -128,8 +130,32 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetLink:
+    """A worker's end of a KV link, as in worker.proto: bytes, bytes a second (sending), seconds; 0 is not measured.
+
+    `degraded` says why a slower path than expected was taken; empty where none was.
+    """
+
+    peer: str
+    transport: str
+    path: str
+    degraded: str
+    bytes_sent: int
+    bytes_received: int
+    bytes_per_second: float
+    bytes_in_flight: int
+    frames_in_flight: int
+    credit_bytes: int
+    round_trip_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class FleetWorker:
-    """One worker as the router sees it. What it has not said yet is empty; blocks add up to `total_blocks`."""
+    """One worker as the router sees it. What it has not said yet is empty; blocks add up to `total_blocks`.
+
+    `endpoint` is where the router reaches it, `own_endpoint` what it tells other workers. `kv_token_bytes` is what one
+    token weighs on its links.
+    """
 
     endpoint: str
     connected: bool
@@ -149,6 +175,12 @@ class FleetWorker:
     kv_bytes_sent: int
     kv_bytes_received: int
     outstanding_tokens: int
+    own_endpoint: str = ""
+    max_model_len: int = 0
+    vocab_size: int = 0
+    kv_token_bytes: float = 0.0
+    prefill_tokens_per_second: float = 0.0
+    links: tuple[FleetLink, ...] = ()
 
 
 class Client:
@@ -361,4 +393,34 @@ def _worker(worker: inference_pb2.FleetWorker) -> FleetWorker:
         kv_bytes_sent=load.kv_bytes_sent,
         kv_bytes_received=load.kv_bytes_received,
         outstanding_tokens=worker.outstanding_tokens,
+        own_endpoint=snapshot.endpoint,
+        max_model_len=snapshot.max_model_len,
+        vocab_size=snapshot.vocab_size,
+        kv_token_bytes=_token_bytes(snapshot.layout),
+        prefill_tokens_per_second=load.prefill_tokens_per_second,
+        links=tuple(_link(link) for link in worker.links.links),
+    )
+
+
+def _token_bytes(layout: kv_pb2.KvLayout) -> float:
+    """0 for a worker without a layout, or with one that only a newer client knows."""
+    try:
+        return wire_token_bytes(layout_from_proto(layout))
+    except InvalidRequest:
+        return 0.0
+
+
+def _link(link: worker_pb2.LinkState) -> FleetLink:
+    return FleetLink(
+        peer=link.peer,
+        transport=link.transport,
+        path=link.path,
+        degraded=link.degraded,
+        bytes_sent=link.bytes_sent,
+        bytes_received=link.bytes_received,
+        bytes_per_second=link.bytes_per_second,
+        bytes_in_flight=link.bytes_in_flight,
+        frames_in_flight=link.frames_in_flight,
+        credit_bytes=link.credit_bytes,
+        round_trip_seconds=link.round_trip_seconds,
     )

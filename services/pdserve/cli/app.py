@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli import demo, generate, models, serve, status
+from pdserve.cli import demo, generate, models, probe, serve, status
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,6 +20,7 @@ app.command("generate")(generate.generate)
 app.command("status")(status.status)
 app.command("demo")(demo.demo)
 app.add_typer(models.app, name="models")
+app.add_typer(probe.app, name="probe")
 
 
 def _version(wanted: bool) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -17,6 +17,7 @@ from pdserve.core.errors import ConfigError, PdserveError
 if TYPE_CHECKING:
     from pdserve.launch import LaunchEvent
 
+PIPE_WIDTH = 160  # a pipe has no width to keep to
 INTERRUPTED = 130  # what shells expect after Ctrl-C
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
@@ -79,6 +80,26 @@ def parse_size(text: str | None) -> int | None:
     if not match:
         raise typer.BadParameter(f"{text!r} is not a size such as 512MiB or 4GiB")
     return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int]) -> None:
+    """Print a table to stdout. Columns at positions `numbers` are flush right and never broken; others fold where a
+    terminal is narrow. Lines drawn in ASCII where the output is no terminal."""
+    from rich.box import ASCII, SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    terminal = Console().is_terminal
+    console = Console() if terminal else Console(width=PIPE_WIDTH)
+    box, padding = (SIMPLE_HEAD, (0, 1, 0, 0)) if terminal else (ASCII, (0, 1, 0, 1))
+    table = Table(title=escape(title) or None, title_justify="left", box=box, padding=padding)
+    for index, name in enumerate(columns):
+        number = index in numbers
+        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,10 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one engine step.")] = None,
     lookahead_tokens: Annotated[int | None, typer.Option(min=1, help="Reserved beyond the prompt.")] = None,
     attention_backend: Annotated[str | None, typer.Option(help="auto, torch or flash.")] = None,
-    kv_transport: Annotated[str | None, typer.Option(help="auto, nccl or gloo.")] = None,
+    kv_transport: Annotated[str | None, typer.Option(help="auto, nccl, cuda-ipc or gloo.")] = None,
+    kv_transfer_dtype: Annotated[
+        str | None, typer.Option(help="How KV travels: auto (as it is), or in one byte a number, int8 or fp8.")
+    ] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Only 1 works so far.")] = None,
     otlp_endpoint: Annotated[str | None, typer.Option(help="Where traces go, as host:port.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
@@ -82,6 +85,7 @@ def serve(
         lookahead_tokens=lookahead_tokens,
         attention_backend=attention_backend,
         kv_transport=kv_transport,
+        kv_transfer_dtype=kv_transfer_dtype,
         tensor_parallel_size=tensor_parallel_size,
         otlp_endpoint=otlp_endpoint,
         log_level=log_level,

@@ -1,29 +1,32 @@
-"""`pdserve status`: the workers of a fleet, as its router sees them."""
+"""`pdserve status`: the workers of a fleet and the links between them, as its router sees them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.console import run
+from pdserve.cli.console import run, show_table
 from pdserve.cli.generate import DEFAULT_TARGET
+from pdserve.core.fabric import say_bytes
 
 if TYPE_CHECKING:
     from pdserve.client import FleetWorker
 
-NUMBERS = ("running / waiting", "blocks free / cached", "owned / reserved", "outstanding tokens")
-COLUMNS = ("role", "worker", "model", "state", *NUMBERS)
-WIDE = 160
+WORKERS = ("role", "worker", "state", *("run /\nwait", "free /\ncached", "owned /\nreserved", "tokens\nout"))
+LINKS = ("from", "to", "transport", "path", "GB/s", "rtt ms", "in flight", "")
+WARNING = "!"
 
 
 def status(
     target: Annotated[str, typer.Option(help="The router, as host:port.")] = DEFAULT_TARGET,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a worker, a line each.")] = False,
 ) -> None:
-    """Show the workers: roles, load, KV blocks, and the tokens that this router has outstanding on each."""
+    """Show the workers: roles, load, KV blocks, and the tokens that this router has outstanding on each; then their KV
+    links, with ! where one took a slower path than it should."""
     run(_status(target, as_json))
 
 
@@ -36,31 +39,50 @@ async def _status(target: str, as_json: bool) -> None:
         for worker in fleet:
             typer.echo(json.dumps(dataclasses.asdict(worker)))
         return
-    from rich.box import ASCII, HEAVY_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    terminal = Console().is_terminal
-    console = Console() if terminal else Console(width=WIDE)  # a pipe has no width to keep to
-    table = Table(title=f"workers of {target}", title_justify="left", box=HEAVY_HEAD if terminal else ASCII)
-    for name in COLUMNS:
-        table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
-    for worker in fleet:
-        table.add_row(*row(worker))
-    console.print(table)
+    for model in dict.fromkeys(worker.model for worker in fleet) or [""]:
+        title = f"workers of {target}" + (f", {model}" if model else "")
+        rows = [row(worker) for worker in fleet if worker.model == model]
+        show_table(title, WORKERS, rows, numbers=range(3, len(WORKERS)))
+    links = list(link_rows(fleet))
+    if links:
+        show_table("KV links, each way", LINKS, links, numbers=range(4, 7))
+    for warning in degraded(fleet):
+        typer.echo(f"{WARNING} {warning}")
 
 
 def row(worker: FleetWorker) -> tuple[str, ...]:
-    """The table's cells, in the order of COLUMNS."""
+    """The table's cells, in the order of WORKERS."""
     state = "draining" if worker.draining else "connected" if worker.connected else "unreachable"
-    held = f"{worker.owned_blocks} / {worker.reserved_blocks}"
     return (
         worker.role or "?",
         worker.worker_id or worker.endpoint,
-        worker.model,
         state,
         f"{worker.running} / {worker.waiting}",
         f"{worker.free_blocks} / {worker.cached_blocks}",
-        held,
+        f"{worker.owned_blocks} / {worker.reserved_blocks}",
         str(worker.outstanding_tokens),
     )
+
+
+def link_rows(fleet: Iterable[FleetWorker]) -> Iterator[tuple[str, ...]]:
+    """The cells of each link's two ends, in the order of LINKS; prefill workers' ends first. "-" is not measured."""
+    for worker in sorted(fleet, key=lambda worker: (worker.role != "prefill", worker.worker_id)):
+        for link in worker.links if worker.connected else ():
+            yield (
+                worker.worker_id,
+                link.peer,
+                link.transport,
+                link.path,
+                f"{link.bytes_per_second / 1e9:.2f}" if link.bytes_per_second else "-",
+                f"{1e3 * link.round_trip_seconds:.2f}" if link.round_trip_seconds else "-",
+                say_bytes(link.bytes_in_flight),
+                WARNING if link.degraded else "",
+            )
+
+
+def degraded(fleet: Iterable[FleetWorker]) -> Iterator[str]:
+    """A sentence for each end of a link that took a slower path than it should."""
+    for worker in fleet:
+        for link in worker.links if worker.connected else ():
+            if link.degraded:
+                yield f"{worker.worker_id} to {link.peer} goes over {link.path}: {link.degraded}"

@@ -159,6 +159,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     snapshot=worker.snapshot,
                     load=worker.load,
                     outstanding_tokens=worker.ledger.outstanding_tokens,
+                    links=worker.links,
                 )
                 for worker in workers
             ]

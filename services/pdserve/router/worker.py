@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import grpc.aio
 import structlog
 
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.layout import KVLayout
-from pdserve.policy.fleet import Role, WorkerView
+from pdserve.policy.fleet import LinkFacts, Role, WorkerView
 from pdserve.router.ledger import Ledger
 from pdserve.router.session import DecodeSession
 from pdserve.router.tasks import until_first_ends
@@ -34,7 +34,7 @@ _ROLES = {worker_pb2.ROLE_PREFILL: Role.PREFILL, worker_pb2.ROLE_DECODE: Role.DE
 
 
 class Worker:
-    """State of one endpoint. Without a connection `snapshot` and `load` are the last that was known.
+    """State of one endpoint. Without a connection `snapshot`, `load` and `links` are the last that was known.
 
     `reports` counts what the worker told of its load, over all connections.
     """
@@ -45,6 +45,7 @@ class Worker:
         self.endpoint = endpoint
         self.snapshot: worker_pb2.WorkerSnapshot | None = None
         self.load = worker_pb2.WorkerLoad()
+        self.links = worker_pb2.LinkTable()
         self.layout: KVLayout | None = None
         self.hashes: dict[bytes, None] = {}
         self.ledger = Ledger()
@@ -58,6 +59,7 @@ class Worker:
         self._lease = lease
         self._on_change = on_change
         self._sequence = 0
+        self._link_facts: Mapping[str, LinkFacts] = {}
         self._retry_now = asyncio.Event()
 
     @property
@@ -93,6 +95,7 @@ class Worker:
             reported_sequences=load.running + load.waiting,
             reported_prefill_tokens=load.pending_prefill_tokens,
             reported_owned_blocks=load.owned_blocks + load.reserved_blocks,
+            links=self._link_facts,
         )
 
     def leading_blocks(self, hashes: list[bytes]) -> int:
@@ -183,6 +186,7 @@ class Worker:
         self.snapshot, self.draining = snapshot, snapshot.draining
         self.load = worker_pb2.WorkerLoad(free_blocks=snapshot.total_blocks)  # until it reports
         self.hashes = {}
+        self._take_links(worker_pb2.LinkTable())
         self._sequence = 0
         self.reports += 1
 
@@ -207,6 +211,8 @@ class Worker:
             raise Unavailable(f"Watch went from delta {self._sequence} to {delta.sequence}")
         self._sequence = delta.sequence
         self.load, self.draining = delta.load, delta.draining
+        if delta.HasField("links"):
+            self._take_links(delta.links)
         self.reports += 1
         self.ledger.reported()
         # A hash may be in both lists, in unknown order; then it counts as removed, the safe side.
@@ -216,6 +222,10 @@ class Worker:
         limit = min(MAX_INDEX, self.snapshot.total_blocks if self.snapshot else 0)
         while len(self.hashes) > limit:
             del self.hashes[next(iter(self.hashes))]
+
+    def _take_links(self, table: worker_pb2.LinkTable) -> None:
+        self.links = table
+        self._link_facts = {link.peer: LinkFacts(link.bytes_per_second, link.path) for link in table.links}
 
 
 def _lease_channel(endpoint: str, lease: float) -> grpc.aio.Channel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -15,13 +16,21 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """One end of a KV link: what it was measured to send, in bytes a second (0: not measured), and what carries it."""
+
+    bytes_per_second: float
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker of one model, at one moment.
 
     `available_blocks` is free plus evictable blocks as last reported. What the router sent since, and the report
     cannot know of yet, is counted beside it: `in_flight_blocks`. `outstanding_tokens` are those of sequences that this
     router sent and has not seen the end of, `prefill_tokens` those of them without a first token. The `reported_`
-    figures count every router's work.
+    figures count every router's work. `links` are the worker's KV links that are up, by the peer's worker id.
     """
 
     worker_id: str
@@ -44,6 +53,7 @@ class WorkerView:
     reported_sequences: int = 0
     reported_prefill_tokens: int = 0
     reported_owned_blocks: int = 0
+    links: Mapping[str, LinkFacts] = field(default_factory=dict, hash=False)
 
     @property
     def usable(self) -> bool:

@@ -770,6 +770,7 @@ class FleetWorker(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     OUTSTANDING_TOKENS_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     connected: _builtins.bool
     """False while the router has no live Watch stream to it; the rest is then the last thing known, or empty."""
@@ -779,6 +780,10 @@ class FleetWorker(_message.Message):
     def snapshot(self) -> _worker_pb2.WorkerSnapshot: ...
     @_builtins.property
     def load(self) -> _worker_pb2.WorkerLoad: ...
+    @_builtins.property
+    def links(self) -> _worker_pb2.LinkTable:
+        """The worker's KV links, as it told them last."""
+
     def __init__(
         self,
         *,
@@ -787,10 +792,11 @@ class FleetWorker(_message.Message):
         snapshot: _worker_pb2.WorkerSnapshot | None = ...,
         load: _worker_pb2.WorkerLoad | None = ...,
         outstanding_tokens: _builtins.int = ...,
+        links: _worker_pb2.LinkTable | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "load", b"load", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "endpoint", b"endpoint", "load", b"load", "outstanding_tokens", b"outstanding_tokens", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "endpoint", b"endpoint", "links", b"links", "load", b"load", "outstanding_tokens", b"outstanding_tokens", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

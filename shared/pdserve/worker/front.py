@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.sequence import SequenceSpec
@@ -20,22 +21,29 @@ from pdserve.rpc.convert_link import Hello
 from pdserve.rpc.server import GrpcServer, Service, ServiceFailed
 from pdserve.rpc.versions import PROTOCOL_MAX, PROTOCOL_MIN, our_versions, software_version
 from pdserve.telemetry.logs import setup_logs
+from pdserve.telemetry.metrics import MetricsServer
 from pdserve.telemetry.tracing import setup_tracing
+from pdserve.transfer.messages import LinkReport, TransferReport
 from pdserve.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pdserve.worker.config import WorkerSettings
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.links import Links
 from pdserve.worker.messages import (
+    AlreadyReady,
+    AttemptFailed,
     BlocksExported,
     EngineStarted,
     IntegrityReport,
     KvCommitted,
+    Rearmed,
     ReservedPages,
     StepDone,
+    TicketMessage,
     TicketReady,
 )
+from pdserve.worker.metrics import WorkerMetrics, idle_load
 from pdserve.worker.prefix_client import PrefixClient
-from pdserve.worker.watch import WatchBoard, WorkerServicer, load_to_proto
+from pdserve.worker.watch import WatchBoard, WorkerServicer, links_to_proto, load_to_proto
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +54,7 @@ class RoleService(Protocol):
     """What prefill and decode each add. Calls come on the event loop and must not block."""
 
     def on_step(self, step: StepDone) -> None: ...
-    def on_message(self, message: ReservedPages | TicketReady | KvCommitted) -> None: ...
+    def on_message(self, message: TicketMessage) -> None: ...
     async def finished(self) -> None:
         """Wait until no ticket is left."""
 
@@ -55,7 +63,7 @@ class RoleService(Protocol):
 
 
 class WorkerFront:
-    """Engine, links, watch board and prefix client of one worker, and the loop that hands messages on."""
+    """Engine, links, watch board, metrics and prefix client of one worker, and the loop that hands messages on."""
 
     def __init__(self, settings: WorkerSettings, role: str) -> None:
         self.settings, self.role = settings, role
@@ -64,9 +72,11 @@ class WorkerFront:
         self.node = socket.gethostname()
         self.engine = EngineClient(settings.for_engine(role))
         self.board = WatchBoard()
-        self.links = Links(self.engine.send_link)
+        self.metrics = WorkerMetrics(self.worker_id, role, settings.model_name)
+        self.links = Links(self.engine.send_link, self._on_report)
         self.prefix: PrefixClient | None = None
         self.started: EngineStarted | None = None
+        self._metrics_server: MetricsServer | None = None
         self._server: GrpcServer | None = None
         self._service: RoleService | None = None
 
@@ -113,6 +123,9 @@ class WorkerFront:
         self._server, self._service = server, service
         try:
             async with AsyncExitStack() as scope:
+                if self.settings.metrics_port is not None:
+                    exporter = MetricsServer(self.metrics.registry, self.settings.host, self.settings.metrics_port)
+                    self._metrics_server = await scope.enter_async_context(exporter)
                 await scope.enter_async_context(self.engine)
                 await self._start(server, scope)
                 async with asyncio.TaskGroup() as pumps:
@@ -133,7 +146,8 @@ class WorkerFront:
             client = PrefixClient(settings.prefix_cache, started.layout, self.engine, self.board.stored)
             self.prefix = await scope.enter_async_context(client)
         engine = settings.for_engine(self.role)
-        self.board.load = worker_pb2.WorkerLoad(free_blocks=started.total_blocks)
+        self.metrics.load = idle_load(started.total_blocks)
+        self.board.load = load_to_proto(self.metrics.load)
         self.board.start(
             worker_pb2.WorkerSnapshot(
                 worker_id=self.worker_id,
@@ -171,6 +185,8 @@ class WorkerFront:
         )
         self.started = started
         details = {"worker_id": self.worker_id, "device": started.device, "blocks": started.total_blocks}
+        if self._metrics_server is not None:
+            details["metrics"] = f"http://{self._metrics_server.endpoint}/metrics"
         log.info("ready", **details, **started.notes)
         await server.set_ready(True, **details, notes=started.notes)
 
@@ -180,9 +196,13 @@ class WorkerFront:
             message = await receive()
             match message:
                 case StepDone():
+                    self.metrics.load = message.load
                     board.publish(load_to_proto(message.load), message.stored, message.removed)
                     service.on_step(message)
-                case ReservedPages() | TicketReady() | KvCommitted():
+                case KvCommitted():
+                    self.metrics.observe_transfer(message.seconds, message.exposed)
+                    service.on_message(message)
+                case ReservedPages() | AttemptFailed() | Rearmed() | AlreadyReady() | TicketReady():
                     service.on_message(message)
                 case BlocksExported():
                     if self.prefix is not None:
@@ -196,6 +216,15 @@ class WorkerFront:
     async def _pump_links(self) -> None:
         while True:
             self.links.on_engine(await self.engine.receive_link())
+
+    def _on_report(self, report: TransferReport) -> None:
+        report = replace(report, links=[self._with_path(link) for link in report.links])
+        self.metrics.report = report
+        self.board.publish_links(links_to_proto(report))
+
+    def _with_path(self, link: LinkReport) -> LinkReport:
+        """With what the engine does not know: what the two ends' machines have between them."""
+        return replace(link, path=self.links.path_of(link.peer), degraded=self.links.degraded_of(link.peer))
 
     async def drain(self) -> None:
         """On the way out: leave the view, let what runs finish, then end the streams that never end by themselves."""

@@ -15,6 +15,7 @@ from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.engine.outputs import Load
 from pdserve.rpc.errors import RpcError, abort
 from pdserve.rpc.versions import agree
+from pdserve.transfer.messages import TransferReport
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker.links import Probe
 
@@ -27,14 +28,19 @@ MAX_HASHES_IN_DELTA = 1 << 14
 HEARTBEAT = 1.0
 # And at most this often: loads in between are of no use to anyone, and steps of a small model come every millisecond.
 PACE = 0.01
+# Seconds between two link tables for one watcher; a change in between waits for it, or for the heartbeat after it.
+LINKS_PACE = 1.0
 
 
 class _Watcher:
-    """What one watcher has not been told yet. Loads replace each other; of a hash the last change counts."""
+    """What one watcher has not been told yet. Loads and link tables replace each other; of a hash the last change
+    counts."""
 
     def __init__(self, hashes: Iterable[bytes]) -> None:
         self.changes: dict[bytes, bool] = dict.fromkeys(hashes, True)
         self.limit = MAX_PENDING + len(self.changes)
+        self.links: worker_pb2.LinkTable | None = None  # as told last
+        self.links_due = 0.0
         self.news = asyncio.Event()
         self.news.set()
 
@@ -60,6 +66,13 @@ class _Watcher:
             (stored if is_stored else removed).append(digest)
         return stored, removed
 
+    def take_links(self, table: worker_pb2.LinkTable, now: float) -> worker_pb2.LinkTable | None:
+        """`table` where it is news, and due; the first one always is. `now` is in seconds, of a steady clock."""
+        if self.links is not None and (now < self.links_due or self.links == table):
+            return None
+        self.links, self.links_due = table, now + LINKS_PACE
+        return table
+
 
 class WatchBoard:
     """A worker's present state, and those who watch it. All on one event loop; `publish` never waits."""
@@ -67,6 +80,7 @@ class WatchBoard:
     def __init__(self) -> None:
         self.snapshot: worker_pb2.WorkerSnapshot | None = None
         self.load = worker_pb2.WorkerLoad()
+        self.links = worker_pb2.LinkTable()
         self.draining = False
         # Hashes of the blocks that are reusable now: a mirror of the engine's index.
         self.stored: set[bytes] = set()
@@ -85,6 +99,12 @@ class WatchBoard:
         for watcher in self._watchers:
             watcher.tell(stored, removed)
 
+    def publish_links(self, links: worker_pb2.LinkTable) -> None:
+        """Take in the state of all KV links; `links` must not change afterwards."""
+        self.links = links
+        for watcher in self._watchers:
+            watcher.news.set()
+
     def set_draining(self) -> None:
         self.draining = True
         if self.snapshot is not None:
@@ -99,15 +119,15 @@ class WatchBoard:
             watcher.news.set()
 
     async def watch(self) -> AsyncIterator[worker_pb2.WatchResponse]:
-        """The snapshot, all stored hashes, then what changes. Raises RpcError (ABORTED) for a watcher that lags too
-        far behind, and Unavailable before the start and after the end."""
+        """The snapshot, all stored hashes and links, then what changes. Raises RpcError (ABORTED) for a watcher that
+        lags too far behind, and Unavailable before the start and after the end."""
         if self.snapshot is None or self._closed:
             raise Unavailable("the worker is starting" if self.snapshot is None else "the worker is stopping")
         watcher = _Watcher(self.stored)
         self._watchers.add(watcher)
         try:
             yield worker_pb2.WatchResponse(snapshot=self.snapshot)
-            sequence = 0
+            sequence, loop = 0, asyncio.get_running_loop()
             pace = asyncio.Event()
             while True:
                 with suppress(TimeoutError):  # nothing new: the delta below is a heartbeat
@@ -120,11 +140,16 @@ class WatchBoard:
                 stored, removed = watcher.take()
                 sequence += 1
                 delta = worker_pb2.WorkerDelta(
-                    sequence=sequence, load=self.load, stored=stored, removed=removed, draining=self.draining
+                    sequence=sequence,
+                    load=self.load,
+                    stored=stored,
+                    removed=removed,
+                    draining=self.draining,
+                    links=watcher.take_links(self.links, loop.time()),
                 )
                 yield worker_pb2.WatchResponse(delta=delta)
                 pace.clear()
-                asyncio.get_running_loop().call_later(PACE, pace.set)
+                loop.call_later(PACE, pace.set)
                 await pace.wait()
         finally:
             self._watchers.discard(watcher)
@@ -226,3 +251,23 @@ def load_to_proto(load: Load) -> worker_pb2.WorkerLoad:
         kv_bytes_received=load.kv_bytes_received,
         prefill_tokens_per_second=load.prefill_rate,
     )
+
+
+def links_to_proto(report: TransferReport) -> worker_pb2.LinkTable:
+    """The links of a report, by peer."""
+    table = worker_pb2.LinkTable()
+    for link in sorted(report.links, key=lambda link: link.peer):
+        table.links.add(
+            peer=link.peer,
+            transport=link.transport,
+            path=link.path,
+            degraded=link.degraded,
+            bytes_sent=link.bytes_sent,
+            bytes_received=link.bytes_received,
+            bytes_per_second=link.bytes_per_second,
+            bytes_in_flight=link.bytes_in_flight,
+            frames_in_flight=link.frames_in_flight,
+            credit_bytes=link.credit,
+            round_trip_seconds=link.round_trip,
+        )
+    return table

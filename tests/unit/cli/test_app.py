@@ -26,6 +26,12 @@ runner = CliRunner()
         (["generate", "hi", "--logprobs", "1"], "--json"),
         (["generate", "hi", "--no-such-flag"], "--no-such-flag"),
         (["nothing"], "nothing"),
+        (["probe", "kv"], "--model, or both --layers and --kv-width"),
+        (["probe", "kv", "--layers", "80"], "--model, or both --layers and --kv-width"),
+        (["probe", "kv", "--model", ".", "--layers", "80"], "one or the other"),
+        (["probe", "kv", "--layers", "1", "--kv-width", "1", "--bandwidth", "fast"], "not a bandwidth"),
+        (["probe", "links", "--bytes", "lots"], "not a size"),
+        (["probe", "links", "--frame-bytes", "0"], "above 0"),
     ],
 )
 def test_wrong_usage_is_code_2_and_names_the_culprit(arguments: list[str], words: str) -> None:
@@ -42,7 +48,7 @@ def test_a_model_that_does_not_exist_is_one_line_and_code_1() -> None:
 
 def test_no_router_is_one_line_and_code_1() -> None:
     """Port 1 on loopback refuses connections."""
-    for command in (["status"], ["generate", "hi"]):
+    for command in (["status"], ["generate", "hi"], ["probe", "links"]):
         result = runner.invoke(app, [*command, "--target", "127.0.0.1:1"])
         assert result.exit_code == 1
         assert result.output.startswith("pdserve: ") and result.output.count("\n") == 1

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
+
+from pdserve.cli.console import show_table
 from pdserve.cli.demo import Answer, answer_rows, percentile
 from pdserve.cli.generate import as_prompt, event_json
-from pdserve.client import Finish, FinishReason, Output, Stages, Token, Usage
+from pdserve.cli.probe_links import PairReport, pairs_of
+from pdserve.cli.status import LINKS, WORKERS, degraded, link_rows, row
+from pdserve.client import Finish, FinishReason, FleetLink, FleetWorker, Output, Stages, Token, Usage
 
 USAGE = Usage(277, 5, 272, 670_000, 17, Stages(2.0, 2.9, 94.3, 7.0, 50.4), 0, "prefill-0", "decode-0")
 FINISH = Finish(FinishReason.STOP, USAGE, stop_token_id=2)
@@ -27,6 +36,98 @@ def test_the_demo_table_says_where_the_time_went() -> None:
     assert rows["tokens in / out"][0] == "277 / 5"
     assert rows["KV moved"][0] == "0.67 MB"
     assert rows["blocks reused"][0] == "17"
+
+
+WORKER = FleetWorker(
+    endpoint="127.0.0.1:7001",
+    connected=True,
+    worker_id="prefill-0",
+    incarnation="i",
+    role="prefill",
+    model="tiny",
+    draining=False,
+    total_blocks=100_000,
+    free_blocks=99_000,
+    cached_blocks=1_000,
+    owned_blocks=0,
+    reserved_blocks=0,
+    running=12,
+    waiting=3,
+    preemptions=0,
+    kv_bytes_sent=0,
+    kv_bytes_received=0,
+    outstanding_tokens=123_456,
+)
+LINK = FleetLink("decode-0", "nccl", "sockets", "no InfiniBand", 1, 0, 2.5e9, 3_000_000, 3, 0, 0.00012)
+
+
+def test_status_shows_links_of_connected_workers_prefill_first() -> None:
+    back = FleetLink("prefill-0", "nccl", "sockets", "", 0, 1, 0.0, 0, 0, 0, 0.0)
+    decode = dataclasses.replace(WORKER, worker_id="decode-0", role="decode", links=(back,))
+    gone = dataclasses.replace(WORKER, worker_id="prefill-1", connected=False, links=(LINK,))
+    fleet = [gone, decode, dataclasses.replace(WORKER, links=(LINK,))]
+    assert list(link_rows(fleet)) == [
+        ("prefill-0", "decode-0", "nccl", "sockets", "2.50", "0.12", "3.00 MB", "!"),
+        ("decode-0", "prefill-0", "nccl", "sockets", "-", "-", "0 B", ""),
+    ]
+    assert list(degraded(fleet)) == ["prefill-0 to decode-0 goes over sockets: no InfiniBand"]
+
+
+def test_status_fits_into_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers are never broken over lines; here not even names are."""
+    rows = [row(WORKER), row(dataclasses.replace(WORKER, worker_id="", role="", connected=False))]
+    with console_of(80):
+        show_table("workers", WORKERS, rows, numbers=range(3, len(WORKERS)))
+        show_table("links", LINKS, link_rows([dataclasses.replace(WORKER, links=(LINK,))]), numbers=range(4, 7))
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    names = ("prefill-0", "127.0.0.1:7001", "connected", "unreachable")
+    for word in (*names, "12 / 3", "99000 / 1000", "123456", "3.00 MB"):
+        assert word in text
+
+
+@contextlib.contextmanager
+def console_of(width: int) -> Iterator[None]:
+    """As on a terminal of that width."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        patch.setenv("FORCE_COLOR", "1")
+        patch.setenv("TERM", "dumb")
+        yield
+
+
+def pair_report(rate: float, bandwidth: float, **fields: Any) -> PairReport:
+    samples = ((1 << 16, bandwidth / 2), (1 << 20, bandwidth))
+    return PairReport("p0", "d0", 1000.0, rate, samples=samples, **fields)
+
+
+def test_a_probed_pair_is_one_sentence_and_a_verdict() -> None:
+    """The fastest frame size against KV bytes a token times tokens a second."""
+    good, bad = pair_report(1e3, 37e6), pair_report(1e3, 1e6 / 2.1)
+    assert good.carries and good.sentence() == (
+        "p0 to d0: this link carries the KV of this prefill worker 37 times over."
+    )
+    assert not bad.carries and bad.sentence() == (
+        "p0 to d0: this link cannot carry the KV of this prefill worker: short by a factor 2.1."
+    )
+    unknown = pair_report(0.0, 1e9)
+    assert not unknown.carries and "is not known" in unknown.sentence()
+    failed = PairReport("p0", "d0", 1000.0, 1e3, error="no route")
+    assert not failed.carries and failed.sentence() == "p0 to d0: this link could not be probed: no route"
+    told = json.loads(good.to_json())
+    assert told["carries"] is True and told["needed_bytes_per_second"] == 1e6 and told["samples"][1] == [1 << 20, 37e6]
+
+
+def test_pairs_are_connected_and_of_one_model() -> None:
+    def worker(name: str, role: str, model: str = "tiny", connected: bool = True) -> FleetWorker:
+        return dataclasses.replace(WORKER, worker_id=name, role=role, model=model, connected=connected)
+
+    fleet = [
+        worker("d1", "decode"), worker("p0", "prefill"), worker("d0", "decode"), worker("d2", "decode", "other"),
+        worker("d3", "decode", connected=False), worker("c", "prefix_cache", ""),
+    ]  # fmt: skip
+    pairs = [(prefill.worker_id, decode.worker_id) for prefill, decode in pairs_of(fleet)]
+    assert pairs == [("p0", "d0"), ("p0", "d1")]
 
 
 def test_events_as_json_lines() -> None:

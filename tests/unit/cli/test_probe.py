@@ -1,0 +1,86 @@
+"""`pdserve probe kv`: from a model's config.json, or from numbers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pdserve.cli.app import app
+
+runner = CliRunner()
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+
+
+def probe(*arguments: str) -> dict[str, Any]:
+    result = runner.invoke(app, ["probe", "kv", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.output)
+    return report
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of which there is nothing but its config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_a_model_and_its_numbers_come_to_the_same(folder: Path) -> None:
+    """1.3 GB for 4,000 tokens."""
+    by_model = probe("--model", str(folder), "--tokens", "4000")
+    assert by_model == probe("--layers", "80", "--kv-width", "1024", "--bits", "16", "--tokens", "4000")
+    assert by_model["token_bytes"] == 327_680 and by_model["prompt_bytes"] == pytest.approx(1.3e9, rel=0.01)
+
+
+def test_the_known_examples() -> None:
+    wide = probe("--layers", "80", "--kv-width", "8192", "--tokens", "16000", "--rate", "2")
+    assert wide["token_bytes"] == pytest.approx(2.6e6, rel=0.01)
+    assert wide["prompt_bytes"] == pytest.approx(42e9, rel=0.01)
+    assert wide["needed_bytes_per_second"] == pytest.approx(84e9, rel=0.01)
+    assert wide["narrow_saves"] == pytest.approx(0.5, abs=0.002)
+    # 1.5 GB: 4,578 tokens of 320 KiB
+    links = {
+        link["name"]: link for link in probe("--layers", "80", "--kv-width", "1024", "--tokens", "4578")["bandwidths"]
+    }
+    assert links["900GB/s"]["prompt_seconds"] == pytest.approx(1.67e-3, rel=0.01)
+    assert links["200Gbit/s"]["prompt_seconds"] == pytest.approx(60e-3, rel=0.01)
+
+
+def test_other_bits_and_bandwidths(folder: Path) -> None:
+    report = probe("--model", str(folder), "--bits", "8", "--bandwidth", "1GB/s", "--bandwidth", "8Gbps")
+    assert report["token_bytes"] == 163_840 and report["narrow_saves"] < 0
+    first, second = report["bandwidths"]
+    assert first["prompt_seconds"] == second["prompt_seconds"] == pytest.approx(4000 * 163_840 / 1e9)
+
+
+def test_words_for_people(folder: Path) -> None:
+    result = runner.invoke(app, ["probe", "kv", "--model", str(folder), "--rate", "20"])
+    assert result.exit_code == 0
+    expected = ("328 kB", "1.31 GB", "50% less", "26.2 GB/s", "1.46 ms", "short by", "400Gbit/s carries this rate 1.91")
+    for words in expected:
+        assert words in result.output
+    nothing = runner.invoke(app, ["probe", "kv", "--model", str(folder), "--rate", "0", "--bits", "8"])
+    assert nothing.exit_code == 0 and "no less" in nothing.output and "that is nothing" in nothing.output
+    slow = runner.invoke(app, ["probe", "kv", "--model", str(folder), "--rate", "1e6"])
+    assert "900GB/s cannot carry this rate" in slow.output
+
+
+def test_a_model_that_cannot_be_read_is_one_line_with_a_way_out(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["OtherForCausalLM"]}))
+    result = runner.invoke(app, ["probe", "kv", "--model", str(folder)])
+    assert result.exit_code == 1 and result.output.count("\n") == 1
+    assert "OtherForCausalLM" in result.output and "--kv-width" in result.output
