@@ -111,7 +111,7 @@ async def served(model: Path, streams: int, tokens: int, folder: Path) -> list[t
         service.terminate()
         await service.exited
         await service.close()
-    return [(at, running) for at, running in json.loads(log.read_text())]
+    return [(ended, running) for _, ended, running in json.loads(log.read_text())["steps"]]
 
 
 def main() -> None:

@@ -49,26 +49,28 @@ class End:
         self.ups: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.downs: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.said: list[ControlMessage] = []
+        self.routes: dict[str, Callable[[int, ControlMessage], None]] = {}  # for ends with several peers
         self.deliver: Callable[[int, ControlMessage], None] = lambda epoch, message: None
         self.hub = LinkHub(
             self.kv,
             layout,
             settings(**changes),
-            send_control=lambda peer, epoch, message: self._outbox.put((epoch, message)),
+            send_control=lambda peer, epoch, message: self._outbox.put((peer, epoch, message)),
             established=lambda peer, epoch: self.ups.put(epoch),
             closed=lambda peer, epoch, reason: self.downs.put(reason),
             notify=self.events.put,
         )
         self.cable = threading.Event()  # plugged in, once both ends have opened the link, as hellos see to it
-        self._outbox: queue.SimpleQueue[tuple[int, ControlMessage] | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[str, int, ControlMessage] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._relay, name=f"control-{name}", daemon=True)
         self._thread.start()
 
     def _relay(self) -> None:
         while (item := self._outbox.get()) is not None:
-            self.said.append(item[1])
+            peer, epoch, message = item
+            self.said.append(message)
             self.cable.wait()
-            self.deliver(*item)
+            self.routes.get(peer, self.deliver)(epoch, message)
 
     def event(self, kind: type[E]) -> E:
         """The next event, which must be a `kind`."""

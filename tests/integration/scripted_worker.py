@@ -2,8 +2,12 @@
 
 It computes nothing. Its answer to every prompt is `answer`, token by token, then EOS; what goes wrong is taken from
 `script`, one entry for each Submit (decode) or Prefill (prefill), "serve" when it is empty:
-"refuse", "invalid", "stall" (never answers), "die" (the process is gone after the first token it makes), and on a
-decode worker "preempt:N" (after N tokens of its own), "transfer_failed".
+"refuse", "invalid", "stall" (never answers), "die" (the process is gone after the first token it makes); on a decode
+worker also "preempt:N" (after N tokens of its own), "transfer_failed", "attempt_failed" (gives the first attempt up);
+on a prefill worker "fail" (before the first token) and "mute" (hands the KV over and fails without its first token).
+
+A decode worker answers a Rearm as its `rearms` say: "refuse" (no room), "hold" (until `gate` is set), "silent", and
+by the book when they are empty.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ from typing import Any, Self
 
 import grpc.aio
 
-from pdserve.core.errors import InvalidRequest, NoCapacity
+from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable
 from pdserve.core.layout import KVLayout
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.rpc.channel import SERVER_OPTIONS
 from pdserve.rpc.convert import end_reason_to_proto, layout_to_proto, spec_from_proto, token_to_proto
-from pdserve.rpc.errors import abort
+from pdserve.rpc.errors import RpcError, abort
 from pdserve.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -39,10 +43,24 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Wire:
-    """What the KV links between scripted workers come to: an event for each ticket whose KV is complete."""
+    """What the KV links between scripted workers come to: an event for each ticket whose KV is complete.
+
+    `log` is what both sides of all tickets did, in order.
+    """
 
     def __init__(self) -> None:
+        self.log: list[str] = []
+        self.live: dict[str, int] = {}  # ticket -> the attempt that it waits for
+        self.complete: dict[str, tuple[int, int, int]] = {}  # ticket -> attempt, tokens given, first token
         self._complete: dict[str, asyncio.Event] = {}
+
+    def fill(self, ticket: str, attempt: int, given: int, first_token: int) -> bool:
+        """Hand over an attempt's KV. False where nobody waits for it."""
+        if self.live.get(ticket, attempt) != attempt:
+            return False
+        self.complete.setdefault(ticket, (attempt, given, first_token))
+        self.of(ticket).set()
+        return True
 
     def of(self, ticket: str) -> asyncio.Event:
         return self._complete.setdefault(ticket, asyncio.Event())
@@ -72,6 +90,9 @@ class ScriptedWorker(
         self.worker_id, self.role, self.wire, self.answer = worker_id, role, wire, answer
         self.script = deque(script)
         self.total_blocks, self.max_model_len, self.step = total_blocks, max_model_len, step
+        self.rearms: deque[str] = deque()
+        self.rearmed: list[SequenceSpec] = []
+        self.gate = asyncio.Event()
         self.incarnation = secrets.token_hex(4)
         self.seen: list[SequenceSpec] = []
         self.tickets: list[str] = []
@@ -158,6 +179,7 @@ class ScriptedWorker(
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> AsyncIterator[Any]:
         action = self._begin(request.ticket, spec := spec_from_proto(request.sequence))
+        self.wire.log.append(f"{self.worker_id} prefill {request.attempt}")
         try:
             if action == "refuse":
                 await abort(context, NoCapacity("scripted refusal"))
@@ -165,8 +187,13 @@ class ScriptedWorker(
                 await abort(context, InvalidRequest("sequence", "scripted"))
             if action == "stall":
                 await asyncio.Event().wait()
+            if action == "fail":
+                await abort(context, Unavailable("scripted failure"))
             position = len(spec.token_ids)
             token = self._token(spec, position)
+            if action == "mute":
+                self.wire.fill(request.ticket, request.attempt, position, token)
+                await abort(context, Unavailable("scripted silence"))
             first = prefill_pb2.FirstToken(token=_step_token(request.ticket, position, token))
             end = self._end(spec, position, token)
             if end is not None:
@@ -176,7 +203,8 @@ class ScriptedWorker(
                 self._kill_soon()
                 await asyncio.Event().wait()
             if request.decode_worker_id and end is None:
-                self.wire.of(request.ticket).set()
+                if not self.wire.fill(request.ticket, request.attempt, position, token):
+                    await abort(context, RpcError(grpc.StatusCode.ABORTED, "nobody waits for this attempt"))
                 yield prefill_pb2.PrefillResponse(committed=prefill_pb2.PrefillCommitted(kv_bytes=100))
         except asyncio.CancelledError:
             self.cancelled.append(request.ticket)
@@ -203,6 +231,11 @@ class ScriptedWorker(
                     await send(welcome=welcome)
                 elif request.HasField("submit"):
                     tasks[request.submit.ticket] = asyncio.create_task(self._decode(request.submit, send))
+                elif request.HasField("rearm"):
+                    rearm = request.rearm
+                    tasks[f"{rearm.ticket} {rearm.attempt}"] = asyncio.create_task(
+                        self._rearm(rearm, tasks[rearm.ticket], send)
+                    )
                 else:
                     self.cancelled.append(request.cancel.ticket)
                     if task := tasks.get(request.cancel.ticket):
@@ -211,6 +244,26 @@ class ScriptedWorker(
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _rearm(self, rearm: decode_pb2.Rearm, decoding: asyncio.Task[None], send: Any) -> None:
+        ticket, action = rearm.ticket, self.rearms.popleft() if self.rearms else ""
+        self.wire.log.append(f"{self.worker_id} rearm {rearm.attempt} by {rearm.prefill_worker_id}")
+        if action == "hold":
+            await self.gate.wait()
+        if action == "silent":
+            return
+        if action == "refuse":
+            decoding.cancel()
+            end = decode_pb2.End(ticket=ticket, reason=end_reason_to_proto(EndReason.NO_CAPACITY))
+            await send(step=decode_pb2.Step(ends=[end]))
+        elif ticket in self.wire.complete:
+            attempt, _, first_token = self.wire.complete[ticket]
+            await send(already_ready=decode_pb2.AlreadyReady(ticket=ticket, attempt=attempt, first_token=first_token))
+        else:
+            self.wire.live[ticket] = rearm.attempt
+            self.rearmed.append(spec_from_proto(rearm.sequence))
+            self.wire.log.append(f"{self.worker_id} rearmed {rearm.attempt}")
+            await send(rearmed=decode_pb2.Rearmed(ticket=ticket, attempt=rearm.attempt, tokens_held=0))
 
     async def _decode(self, submit: decode_pb2.Submit, send: Any) -> None:
         ticket, spec = submit.ticket, spec_from_proto(submit.sequence)
@@ -231,11 +284,15 @@ class ScriptedWorker(
             if action == "stall":
                 await asyncio.Event().wait()
             await send(reserved=decode_pb2.Reserved(ticket=ticket, attempt=1, tokens_held=0))
-            remote = bool(submit.prefill_worker_id)
-            if remote:
+            position, made = len(spec.token_ids), 0
+            if submit.prefill_worker_id:
+                if action == "attempt_failed":
+                    failed = decode_pb2.AttemptFailed(ticket=ticket, attempt=1, reason="scripted")
+                    await send(attempt_failed=failed)
                 await self.wire.of(ticket).wait()
-                await send(ready=decode_pb2.Ready(ticket=ticket, attempt=1, kv_bytes=100))
-            position, made = len(spec.token_ids) + remote, 0
+                attempt, given, _ = self.wire.complete[ticket]
+                await send(ready=decode_pb2.Ready(ticket=ticket, attempt=attempt, kv_bytes=100))
+                position = given + 1
             while True:
                 if made and self.step is not None:
                     await self.step.wait()

@@ -22,7 +22,19 @@ from pdserve.telemetry import names
 from pdserve.telemetry.tracing import record_span
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.worker.front import WorkerFront
-from pdserve.worker.messages import CancelTicket, KvCommitted, Reserve, ReservedPages, StepDone, TicketReady
+from pdserve.worker.messages import (
+    AlreadyReady,
+    AttemptFailed,
+    CancelTicket,
+    KvCommitted,
+    Rearm,
+    Rearmed,
+    Reserve,
+    ReservedPages,
+    StepDone,
+    TicketMessage,
+    TicketReady,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -63,9 +75,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._step = step.number
         tickets = self._tickets
         for prompt in step.prompts:  # computed here: complete without a transfer
-            self._on_ready(prompt.ticket, 0)
             ticket = tickets.get(prompt.ticket)
-            if ticket is not None and self._front.prefix is not None:
+            if ticket is None:
+                continue
+            self._on_ready(ticket, ticket.attempt, 0)
+            if self._front.prefix is not None:
                 self._front.prefix.observe_prefill(len(ticket.spec.token_ids) - prompt.cached_tokens, prompt.compute)
         parts: dict[RouterSession, decode_pb2.SessionResponse] = {}
         session: RouterSession | None = None
@@ -88,20 +102,34 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             ticket = tickets.pop(end.ticket, None)
             if ticket is None:
                 continue
+            reason, detail = ticket.verdict or (end.reason, end.detail)
             self._part(parts, ticket.session).ends.add(
-                ticket=end.ticket, reason=end_reason_to_proto(end.reason), detail=end.detail
+                ticket=end.ticket, reason=end_reason_to_proto(reason), detail=detail
             )
-            self._ended(ticket, end.reason)
+            self._ended(ticket, reason)
         for session, response in parts.items():
-            if not session.closed:
-                session.put(response)
+            session.put(response)
 
-    def on_message(self, message: ReservedPages | TicketReady | KvCommitted) -> None:
+    def on_message(self, message: TicketMessage) -> None:
+        ticket = self._tickets.get(message.ticket)
+        if ticket is None:
+            return
         match message:
-            case ReservedPages(ticket_id, attempt, held):
-                self._on_reserved(ticket_id, attempt, held)
-            case TicketReady(ticket_id, _, kv_bytes):
-                self._on_ready(ticket_id, kv_bytes)
+            case ReservedPages(_, attempt, held):
+                self._on_reserved(ticket, attempt, held)
+            case TicketReady(_, attempt, kv_bytes):
+                self._on_ready(ticket, attempt, kv_bytes)
+            case AttemptFailed(_, attempt, reason):
+                failed = decode_pb2.AttemptFailed(ticket=ticket.id, attempt=attempt, reason=reason)
+                self._log("attempt_failed", ticket, attempt=attempt, peer=ticket.peer, reason=reason)
+                ticket.session.put(decode_pb2.SessionResponse(attempt_failed=failed))
+            case Rearmed(_, attempt, held):
+                rearmed = decode_pb2.Rearmed(ticket=ticket.id, attempt=attempt, tokens_held=held)
+                self._log("rearmed", ticket, attempt=attempt, peer=ticket.peer, tokens_held=held)
+                ticket.session.put(decode_pb2.SessionResponse(rearmed=rearmed))
+            case AlreadyReady(_, attempt, first_token):
+                already = decode_pb2.AlreadyReady(ticket=ticket.id, attempt=attempt, first_token=first_token)
+                ticket.session.put(decode_pb2.SessionResponse(already_ready=already))
             case KvCommitted():
                 pass  # only a prefill engine says so
 
@@ -151,6 +179,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     self._submit(session, request.submit)
                 case "cancel":
                     self._cancel(self._tickets.get(request.cancel.ticket), session)
+                case "rearm":
+                    self._rearm(session, request.rearm)
                 case "hello":
                     raise InvalidRequest("hello", "a second hello in one session")
                 case _:
@@ -192,6 +222,29 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def _reserve(self, ticket: Ticket, spec: SequenceSpec) -> None:
         self._front.engine.send(Reserve(ticket.id, ticket.attempt, spec, ticket.peer))
 
+    def _rearm(self, session: RouterSession, rearm: decode_pb2.Rearm) -> None:
+        """Hand a new attempt to the engine, which is the arbiter. What contradicts the ticket ends it, as INTERNAL:
+        no client can have caused it, and its request is to be continued elsewhere."""
+        ticket = self._tickets.get(rearm.ticket)
+        if ticket is None or ticket.session is not session:
+            # Its end may have crossed this on the way; a router that got that one takes no notice of a second.
+            self._refuse(session, rearm.ticket, EndReason.TRANSFER_FAILED, "no such ticket here")
+            return
+        try:
+            if ticket.peer is None:
+                raise InvalidRequest("ticket", "its prompt is computed here")
+            if not rearm.prefill_worker_id:
+                raise InvalidRequest("prefill_worker_id", "must be set")
+            spec = spec_from_proto(rearm.sequence)
+            self._front.check(spec)
+        except InvalidRequest as error:
+            log.error("rearm_refused", ticket=ticket.id, reason=str(error))
+            ticket.verdict = ticket.verdict or (EndReason.INTERNAL, f"rearmed, but {error}")
+            self._cancel(ticket, session)
+            return
+        ticket.attempt, ticket.spec, ticket.peer = rearm.attempt, spec, rearm.prefill_worker_id
+        self._front.engine.send(Rearm(ticket.id, rearm.attempt, spec, rearm.prefill_worker_id))
+
     def _cancel(self, ticket: Ticket | None, session: RouterSession) -> None:
         if ticket is None or ticket.session is not session:
             return
@@ -200,8 +253,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             return
         ticket.preparing.cancel()
         del self._tickets[ticket.id]
-        self._refuse(session, ticket.id, EndReason.CANCELLED, "")
-        self._ended(ticket, EndReason.CANCELLED)
+        reason, detail = ticket.verdict or (EndReason.CANCELLED, "")
+        self._refuse(session, ticket.id, reason, detail)
+        self._ended(ticket, reason)
 
     def _refuse(self, session: RouterSession, ticket_id: str, reason: EndReason, detail: str) -> None:
         """An end that the engine has no part in. It stands in a step of its own, under the newest step's number."""
@@ -224,24 +278,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             response.step.number = self._step
         return response.step
 
-    def _on_reserved(self, ticket_id: str, attempt: int, held: int) -> None:
-        ticket = self._tickets.get(ticket_id)
-        if ticket is None:
-            return
+    def _on_reserved(self, ticket: Ticket, attempt: int, held: int) -> None:
         ticket.reserved_ns = time.time_ns()
         self._trace(names.SPAN_RESERVE, ticket, ticket.submitted_ns, ticket.reserved_ns, {names.CACHED_TOKENS: held})
-        reserved = decode_pb2.Reserved(ticket=ticket_id, attempt=attempt, tokens_held=held)
-        if not ticket.session.closed:
-            ticket.session.put(decode_pb2.SessionResponse(reserved=reserved))
+        reserved = decode_pb2.Reserved(ticket=ticket.id, attempt=attempt, tokens_held=held)
+        ticket.session.put(decode_pb2.SessionResponse(reserved=reserved))
 
-    def _on_ready(self, ticket_id: str, kv_bytes: int) -> None:
-        ticket = self._tickets.get(ticket_id)
-        if ticket is None:
-            return
+    def _on_ready(self, ticket: Ticket, attempt: int, kv_bytes: int) -> None:
         ticket.ready_ns, ticket.kv_bytes = time.time_ns(), kv_bytes
-        ready = decode_pb2.Ready(ticket=ticket_id, attempt=ticket.attempt, kv_bytes=kv_bytes)
-        if not ticket.session.closed:
-            ticket.session.put(decode_pb2.SessionResponse(ready=ready))
+        ready = decode_pb2.Ready(ticket=ticket.id, attempt=attempt, kv_bytes=kv_bytes)
+        ticket.session.put(decode_pb2.SessionResponse(ready=ready))
 
     def _ended(self, ticket: Ticket, reason: EndReason) -> None:
         """The books after a ticket has left `_tickets`."""
@@ -253,6 +299,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         # What came from a prefill worker is that one's to store.
         if ticket.peer is None and ticket.ready_ns and self._front.prefix is not None:
             self._front.prefix.store_later(ticket.spec)
+
+    def _log(self, event: str, ticket: Ticket, **details: Any) -> None:
+        log.info(event, ticket=ticket.id, request_id=ticket.spec.request_id, **details)
 
     def _trace(self, name: str, ticket: Ticket, start: int, end: int, attributes: dict[str, Any]) -> None:
         if ticket.spec.traceparent:

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.sequence import SequenceSpec
+from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.rpc.errors import RpcError
 from pdserve.v1 import decode_pb2
 
@@ -21,7 +21,10 @@ MAX_OUTBOX_BYTES = 16 << 20
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A ticket from Submit until the engine's Ended. Times are wall-clock nanoseconds, 0: not yet."""
+    """A ticket from Submit until the engine's Ended; `attempt`, `spec` and `peer` are those of its newest attempt.
+
+    Times are wall-clock nanoseconds, 0: not yet.
+    """
 
     id: str
     attempt: int
@@ -33,6 +36,8 @@ class Ticket:
     ready_ns: int = 0
     kv_bytes: int = 0
     tokens: int = 0
+    # Why the ticket ends, where this front knows better than the engine that is told to end it.
+    verdict: tuple[EndReason, str] | None = None
     # What runs before the engine hears of the ticket: the fetch of a prompt that is computed here.
     preparing: asyncio.Task[None] | None = None
 
@@ -51,8 +56,8 @@ class RouterSession:
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, response: decode_pb2.SessionResponse) -> None:
-        """Queue a message for the router. Never waits."""
-        if self.failure is not None:
+        """Queue a message for the router; none once the session is over. Never waits."""
+        if self.closed or self.failure is not None:
             return
         size = response.ByteSize()
         if self._bytes + size > MAX_OUTBOX_BYTES:

@@ -24,9 +24,11 @@ from pdserve.telemetry.logs import log_request
 from pdserve.telemetry.tracing import Attributes, record_span, start_span, traceparent_of
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, sequence_pb2
 from pdserve.worker.front import WorkerFront
-from pdserve.worker.messages import CancelTicket, KvCommitted, ReservedPages, StartPrefill, StepDone, TicketReady
+from pdserve.worker.messages import CancelTicket, KvCommitted, StartPrefill, StepDone, TicketMessage
 
 log = structlog.get_logger(__name__)
+
+OLDER_PATIENCE = 5.0  # seconds until the engine has let go of a ticket's older attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,14 @@ class _Call:
     """A ticket from StartPrefill until the engine's Ended, which may come after its gRPC call is over."""
 
     ticket: str
+    attempt: int
     spec: SequenceSpec
     peer: str | None
     span: Span
     events: asyncio.Queue[_First | KvCommitted | Ended | PdserveError] = field(default_factory=asyncio.Queue)
     started: bool = False
     first_chunk_ns: int = 0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -62,6 +66,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         try:
+            await self._end_older(request.ticket, request.attempt)
             call = self._admit(request)
         except PdserveError as error:
             await abort(context, error)
@@ -73,14 +78,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     link = asyncio.create_task(
                         self._link(call, request.decode_endpoint), name=f"link for {call.ticket}"
                     )
-                await self._start(call, request.attempt)
+                await self._start(call, request.attempt, request.decode_tokens_held)
                 first = await self._first(call)
                 committed = first.end is not None
                 yield self._first_response(call, first)
                 if not committed and call.peer is not None:
                     done = await self._committed(call)
                     committed = True
-                    yield prefill_pb2.PrefillResponse(committed=prefill_pb2.PrefillCommitted(kv_bytes=done.kv_bytes))
+                    yield prefill_pb2.PrefillResponse(
+                        committed=prefill_pb2.PrefillCommitted(
+                            kv_bytes=done.kv_bytes, transfer_seconds=done.seconds, exposed_seconds=done.exposed
+                        )
+                    )
         except PdserveError as error:
             log.info("prefill_failed", ticket=call.ticket, request_id=call.spec.request_id, reason=str(error))
             await abort(context, error)
@@ -100,13 +109,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             if (call := self._calls.get(token.ticket)) is not None:
                 call.events.put_nowait(_First(token, prompts.get(token.ticket), ends.pop(token.ticket, None)))
         for end in step.ends:
-            call = self._calls.pop(end.ticket, None)
-            if call is not None and end.ticket in ends:  # else it went with the token
-                call.events.put_nowait(end)
-        if not self._calls:
-            self._idle.set()
+            call = self._calls.get(end.ticket)
+            if call is not None:
+                if end.ticket in ends:  # else it went with the token
+                    call.events.put_nowait(end)
+                self._forget(call)
 
-    def on_message(self, message: ReservedPages | TicketReady | KvCommitted) -> None:
+    def on_message(self, message: TicketMessage) -> None:
         call = self._calls.get(message.ticket)
         if call is not None and isinstance(message, KvCommitted):
             call.events.put_nowait(message)
@@ -117,6 +126,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def close(self) -> None:
         for call in self._calls.values():
             call.events.put_nowait(Unavailable("the worker stops"))
+
+    async def _end_older(self, ticket: str, attempt: int) -> None:
+        """A newer attempt at a ticket takes the place of the one that is here, once the engine has let go of it."""
+        while (older := self._calls.get(ticket)) is not None and older.attempt < attempt:
+            older.events.put_nowait(RpcError(grpc.StatusCode.ABORTED, f"attempt {attempt} takes its place"))
+            if older.started:
+                self._front.engine.send(CancelTicket(ticket))
+            try:
+                async with asyncio.timeout(OLDER_PATIENCE):
+                    await older.gone.wait()
+            except TimeoutError:
+                raise Unavailable(f"attempt {older.attempt} at this ticket does not end") from None
 
     def _admit(self, request: prefill_pb2.PrefillRequest) -> _Call:
         front = self._front
@@ -132,7 +153,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise RpcError(grpc.StatusCode.ABORTED, "this ticket is here already, or has not ended yet")
         span = start_span(names.SPAN_PREFILL, spec.traceparent, {names.TICKET: request.ticket})
         span.set_attributes({names.ATTEMPT: request.attempt, names.PREFILL_WORKER: front.worker_id})
-        call = self._calls[request.ticket] = _Call(request.ticket, spec, peer, span)
+        call = self._calls[request.ticket] = _Call(request.ticket, request.attempt, spec, peer, span)
         self._idle.clear()
         return call
 
@@ -144,7 +165,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         except PdserveError as error:
             call.events.put_nowait(Unavailable(f"no link to {call.peer}: {error}"))
 
-    async def _start(self, call: _Call, attempt: int) -> None:
+    async def _start(self, call: _Call, attempt: int, peer_holds: int) -> None:
         spec = call.spec
         if self._front.prefix is not None:
             began = time.monotonic()
@@ -152,7 +173,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             if spec.time_remaining is not None:
                 spec = replace(spec, time_remaining=max(0.001, spec.time_remaining - (time.monotonic() - began)))
         call.started = True
-        self._front.engine.send(StartPrefill(call.ticket, attempt, spec, call.peer))
+        self._front.engine.send(StartPrefill(call.ticket, attempt, spec, call.peer, peer_holds))
 
     async def _first(self, call: _Call) -> _First:
         while True:
@@ -168,7 +189,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         while True:
             event = await call.events.get()
             if isinstance(event, KvCommitted):
-                self._trace_transfer(call, event.kv_bytes)
+                self._trace_transfer(call, event)
                 return event
             if isinstance(event, Ended):
                 raise self._error(call, event)
@@ -192,6 +213,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if prompt is not None:
             message.cached_tokens, message.blocks_reused = prompt.cached_tokens, prompt.blocks_reused
             message.queued_ms, message.compute_ms = 1e3 * prompt.queued, 1e3 * prompt.compute
+            message.pulled_tokens = prompt.pulled_tokens
             call.span.set_attribute(names.CACHED_TOKENS, prompt.cached_tokens)
             if self._front.prefix is not None:
                 computed = len(call.spec.token_ids) - prompt.cached_tokens
@@ -204,14 +226,19 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """The gRPC call is over, however: stop the work where it goes on, keep the prompt where it is done."""
         call.span.end()
         if not call.started:
-            self._calls.pop(call.ticket, None)
-            if not self._calls:
-                self._idle.set()
+            self._forget(call)
         elif committed:
             if self._front.prefix is not None:
                 self._front.prefix.store_later(call.spec)
-        elif call.ticket in self._calls:
+        elif not call.gone.is_set():
             self._front.engine.send(CancelTicket(call.ticket))
+
+    def _forget(self, call: _Call) -> None:
+        """A ticket's id is free for a newer attempt."""
+        del self._calls[call.ticket]
+        call.gone.set()
+        if not self._calls:
+            self._idle.set()
 
     def _error(self, call: _Call, end: Ended) -> PdserveError:
         detail = end.detail or end.reason
@@ -247,11 +274,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 {names.TOKENS: chunk.tokens},
             )
 
-    def _trace_transfer(self, call: _Call, kv_bytes: int) -> None:
+    def _trace_transfer(self, call: _Call, done: KvCommitted) -> None:
+        peer = call.peer or ""
         attributes: Attributes = {
             names.TICKET: call.ticket,
-            names.KV_BYTES: kv_bytes,
-            names.DECODE_WORKER: call.peer or "",
+            names.KV_BYTES: done.kv_bytes,
+            names.DECODE_WORKER: peer,
+            names.KV_TRANSFER_SECONDS: done.seconds,
+            names.KV_TRANSFER_EXPOSED_SECONDS: done.exposed,
+            names.KV_LINK_PATH: self._front.links.path_of(peer),
         }
         now = time.time_ns()
         record_span(names.SPAN_TRANSFER, call.first_chunk_ns or now, now, call.spec.traceparent, attributes)

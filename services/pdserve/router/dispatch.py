@@ -1,7 +1,8 @@
 """The waiting queue: who is placed next, and where. Decisions bind late; workers keep only short queues.
 
-Per model the order is priority, then replays before new requests (they hold up an answer that somebody reads), then
-arrival. The head is placed when the view allows it; nobody overtakes it, so that a big request does not starve.
+Per model the order is: who holds a decode reservation and lacks only a prefill worker (others may wait for that room),
+then priority, then replays before new requests (they hold up an answer that somebody reads), then arrival. The head is
+placed when the view allows it; nobody overtakes it, so that a big request does not starve.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.core.layout import KVLayout
 from pdserve.policy.fleet import PlacementRequest
 from pdserve.policy.reservation import reserved_tokens
-from pdserve.policy.routing import Decision, Kind, choose_pair
+from pdserve.policy.routing import Decision, Kind, choose_pair, choose_prefill
 from pdserve.router.fleet import Fleet
 from pdserve.router.ledger import Entry
 from pdserve.router.models import ServedModel
@@ -57,7 +58,8 @@ class Refusals:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One sequence that wants to be placed. `hashes` are its block hashes for each layout in the fleet."""
+    """One sequence that wants to be placed. `hashes` are its block hashes for each layout in the fleet; `decode` is the
+    decode worker that holds a reservation for it, where only a prefill worker is wanted."""
 
     model: ServedModel
     tokens: int
@@ -67,6 +69,7 @@ class Waiting:
     arrival: int
     hashes: Mapping[KVLayout, list[bytes]]
     refusals: Refusals
+    decode: str | None = None
     reason: str = "not looked at yet"
     future: asyncio.Future[Assignment] | None = None
 
@@ -81,6 +84,12 @@ class Assignment:
     prefill_entry: Entry | None
     decode_entry: Entry | None
 
+    def replace_prefill(self, other: Assignment) -> None:
+        """Another prefill worker's half takes the place of ours, which is taken off its ledger."""
+        if self.prefill_entry is not None:
+            self.prefill_entry.close()
+        self.prefill, self.prefill_entry = other.prefill, other.prefill_entry
+
     def release(self) -> None:
         """Take it off the ledgers. May be called again."""
         for entry in (self.prefill_entry, self.decode_entry):
@@ -88,9 +97,9 @@ class Assignment:
                 entry.close()
 
 
-def queue_key(waiting: Waiting) -> tuple[int, bool, int]:
+def queue_key(waiting: Waiting) -> tuple[bool, int, bool, int]:
     """Sorts a queue, first out first."""
-    return -waiting.priority, not waiting.replay, waiting.arrival
+    return waiting.decode is None, -waiting.priority, not waiting.replay, waiting.arrival
 
 
 class Dispatcher:
@@ -147,10 +156,10 @@ class Dispatcher:
                 queue.remove(waiting)
                 self.wake()  # it may have been the head
 
-    def refused(self, waiting: Waiting, worker: Worker) -> None:
+    def refused(self, refusals: Refusals, worker: Worker) -> None:
         """`worker` had no room after all; look again when the refusal has run out."""
         loop = asyncio.get_running_loop()
-        seconds = waiting.refusals.refuse(worker, loop.time())
+        seconds = refusals.refuse(worker, loop.time())
         loop.call_later(seconds + 0.001, self.wake)
 
     def wake(self) -> None:
@@ -197,11 +206,14 @@ class Dispatcher:
             excluded=refused | waiting.refusals.soft,
             was_refused=waiting.refusals.count > 0,
         )
-        view = self._fleet.view(waiting.model)
-        decision = choose_pair(view, request)
+        decision = self._choose(waiting, request)
         if not decision.placed and waiting.refusals.soft - refused:
-            decision = choose_pair(view, replace(request, excluded=refused))
+            decision = self._choose(waiting, replace(request, excluded=refused))
         return decision
+
+    def _choose(self, waiting: Waiting, request: PlacementRequest) -> Decision:
+        view = self._fleet.view(waiting.model)
+        return choose_pair(view, request) if waiting.decode is None else choose_prefill(view, request, waiting.decode)
 
     def _assign(self, waiting: Waiting, decision: Decision) -> Assignment | None:
         """Account for a decision. None: a worker went away between the view and now."""

@@ -25,6 +25,36 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """The decode worker gave up on an attempt's KV; the reservation stands."""
+
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rearmed:
+    """The reservation waits for the KV of this attempt now."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class AlreadyReady:
+    """An older attempt's KV was complete in time; `first_token` followed on its input."""
+
+    attempt: int
+    first_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlaced:
+    """There is a prefill worker for the next attempt; or there was none in time, and `reason` says why."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class NewToken:
     """One token, by its position in the whole sequence."""
 
@@ -36,6 +66,7 @@ class NewToken:
 class FirstToken:
     """The token that prefill made, and what that took."""
 
+    attempt: int
     position: int
     token: inference_pb2.Token
     end: EndReason | None
@@ -53,8 +84,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    """The prefill call ended before the decode worker had everything."""
+    """The attempt's prefill call ended before the decode worker had everything."""
 
+    attempt: int
     error: PdserveError
 
 
@@ -65,6 +97,7 @@ class Lost:
     reason: str
 
 
-Event = Reserved | Ready | NewToken | FirstToken | Ended | PrefillFailed | Lost
+SessionEvent = Reserved | Ready | AttemptFailed | Rearmed | AlreadyReady | NewToken
+Event = SessionEvent | FirstToken | PrefillFailed | PrefillPlaced | Ended | Lost
 # Takes an event at once, without waiting: a session's reader serves everybody.
 Sink = Callable[[Event], None]

@@ -8,7 +8,18 @@ import grpc.aio
 
 from pdserve.core.errors import Unavailable
 from pdserve.core.sequence import SequenceSpec
-from pdserve.router.events import Ended, Lost, NewToken, Ready, Reserved, Sink
+from pdserve.router.events import (
+    AlreadyReady,
+    AttemptFailed,
+    Ended,
+    Lost,
+    NewToken,
+    Ready,
+    Rearmed,
+    Reserved,
+    SessionEvent,
+    Sink,
+)
 from pdserve.router.tasks import until_first_ends
 from pdserve.rpc.convert import end_reason_from_proto, spec_to_proto
 from pdserve.rpc.versions import our_versions
@@ -54,6 +65,16 @@ class DecodeSession:
         )
         self._commands.put_nowait(decode_pb2.SessionRequest(submit=submit))
 
+    def rearm(self, ticket: str, attempt: int, spec: SequenceSpec, prefill_worker_id: str) -> None:
+        """Ask for a new attempt into the reservation: Rearmed, AlreadyReady or the ticket's end will follow. Nothing
+        does where the ticket has ended: its sink knows."""
+        if ticket not in self._sinks:
+            return
+        rearm = decode_pb2.Rearm(
+            ticket=ticket, attempt=attempt, prefill_worker_id=prefill_worker_id, sequence=spec_to_proto(spec)
+        )
+        self._commands.put_nowait(decode_pb2.SessionRequest(rearm=rearm))
+
     def cancel(self, ticket: str) -> None:
         """End a ticket, if it has not ended. No event follows."""
         if self._sinks.pop(ticket, None) is not None and self._closed is None:
@@ -78,13 +99,21 @@ class DecodeSession:
     async def _read(self) -> None:
         # Not iterated: grpc.aio does not let the two styles mix, and `open` reads.
         while isinstance(response := await self._call.read(), decode_pb2.SessionResponse):
-            kind = response.WhichOneof("event")
-            if kind == "step":
-                self._step(response.step)
-            elif kind == "reserved":
-                self._tell(response.reserved.ticket, Reserved(response.reserved.tokens_held))
-            elif kind == "ready":
-                self._tell(response.ready.ticket, Ready(response.ready.kv_bytes))
+            match response.WhichOneof("event"):
+                case "step":
+                    self._step(response.step)
+                case "reserved":
+                    self._tell(response.reserved.ticket, Reserved(response.reserved.tokens_held))
+                case "ready":
+                    self._tell(response.ready.ticket, Ready(response.ready.kv_bytes))
+                case "attempt_failed":
+                    failed = response.attempt_failed
+                    self._tell(failed.ticket, AttemptFailed(failed.attempt, failed.reason))
+                case "rearmed":
+                    self._tell(response.rearmed.ticket, Rearmed(response.rearmed.attempt))
+                case "already_ready":
+                    already = response.already_ready
+                    self._tell(already.ticket, AlreadyReady(already.attempt, already.first_token))
         raise Unavailable("the decode worker ended the session")
 
     def _step(self, step: decode_pb2.Step) -> None:
@@ -96,7 +125,7 @@ class DecodeSession:
             if sink is not None and reason is not None:
                 sink(Ended(reason, end.detail))
 
-    def _tell(self, ticket: str, event: Reserved | Ready | NewToken) -> None:
+    def _tell(self, ticket: str, event: SessionEvent) -> None:
         # Tickets that were cancelled may still be spoken of for a while.
         sink = self._sinks.get(ticket)
         if sink is not None:

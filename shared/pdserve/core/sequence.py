@@ -63,6 +63,7 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0
+    num_pulled: int = 0  # of num_cached, what came from another worker
     num_published: int = 0
     deadline: float | None = None
 

@@ -14,6 +14,9 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import SampledToken
 from pdserve.engine.scheduler import Phase, Scheduled, Scheduler, SchedulerConfig
 
+PREFILL_SAMPLE = 64  # tokens
+PREFILL_WEIGHT = 0.3  # of the newest step
+
 LayerListener = Callable[[Sequence[tuple[str, int]], int], None]
 
 
@@ -49,6 +52,7 @@ class Engine:
     ) -> None:
         self.scheduler = Scheduler(layout, runner.kv.num_blocks, config, runner.copy_block)
         self.steps = 0
+        self.prefill_rate = 0.0  # prompt tokens a second in steps that compute prompts, smoothed; 0: none yet
         self._runner = runner
         self._on_layer = on_layer
         self._hands_off: set[str] = set()
@@ -70,6 +74,14 @@ class Engine:
     def reserve(self, ticket: str, spec: SequenceSpec) -> EngineSequence:
         """Take in a sequence whose KV will be written into its pages from outside. Raises NoCapacity."""
         return self._admit(ticket, spec, awaits_kv=True, grows=True)
+
+    def extend(self, ticket: str, spec: SequenceSpec) -> EngineSequence:
+        """Give a reserved sequence a longer input and the time that is left now. Raises NoCapacity, changing nothing;
+        `spec` must begin with the input so far."""
+        sequence, _ = self._require(ticket)
+        self.scheduler.extend(sequence, spec)
+        sequence.deadline = None if spec.time_remaining is None else time.monotonic() + spec.time_remaining
+        return sequence
 
     def activate(self, ticket: str, first_token: int) -> None:
         """Let a reserved sequence run: all KV of its input is in its pages, and `first_token` follows it."""
@@ -137,6 +149,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             kv_bytes_sent=kv_bytes_sent,
             kv_bytes_received=kv_bytes_received,
+            prefill_rate=round(self.prefill_rate, 1),
         )
 
     def _admit(self, ticket: str, spec: SequenceSpec, *, awaits_kv: bool, grows: bool) -> EngineSequence:
@@ -179,6 +192,7 @@ class Engine:
 
     def _postprocess(self, batch: Sequence[Scheduled], sampled: Sequence[SampledToken], began: int) -> None:
         now, tokens = time.time_ns(), iter(sampled)
+        self._measure(batch, (now - began) / 1e9)
         for scheduled in batch:
             sequence, samples, prefill = scheduled.sequence, scheduled.samples, scheduled.sequence.in_prefill
             self.scheduler.computed(sequence, scheduled.count)
@@ -189,6 +203,13 @@ class Engine:
             if prefill:
                 self._outputs.prompts.append(self._prompt_done(sequence))
             self._append(sequence, next(tokens))
+
+    def _measure(self, batch: Sequence[Scheduled], seconds: float) -> None:
+        """Take in how fast a step computed prompts. Short ones say little of what a long one takes."""
+        count = sum(scheduled.count for scheduled in batch if scheduled.sequence.in_prefill)
+        if count >= PREFILL_SAMPLE and seconds > 0:
+            known = self.prefill_rate or count / seconds
+            self.prefill_rate = known + PREFILL_WEIGHT * (count / seconds - known)
 
     def _append(self, sequence: EngineSequence, sampled: SampledToken) -> None:
         logprobs = None if sampled.logprob is None else TokenLogprobs(sampled.logprob, list(sampled.top))
@@ -207,4 +228,6 @@ class Engine:
         clock, now = self._clocks[sequence.id], time.monotonic()
         started = now if clock.started is None else clock.started
         blocks = sequence.num_cached // self.scheduler.layout.block_size
-        return PromptDone(sequence.id, sequence.num_cached, blocks, started - clock.admitted, now - started)
+        return PromptDone(
+            sequence.id, sequence.num_cached, blocks, started - clock.admitted, now - started, sequence.num_pulled
+        )

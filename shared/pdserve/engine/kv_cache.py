@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.layout import KVLayout
+
+_RUN_BYTES = 64 << 10
 
 
 class KVCache:
@@ -53,11 +56,40 @@ class KVCache:
     ) -> torch.Tensor:
         """A contiguous copy [layer_count, 2, n, num_kv_heads, head_size] of int64 slots [n]; into `out` when given."""
         layers = self.data[layer_start : layer_start + layer_count]
-        return torch.index_select(layers, 2, slots, out=out) if out is not None else layers.index_select(2, slots)
+        if out is None:
+            return layers.index_select(2, slots)
+        runs = _runs(slots, out)
+        if runs is None:
+            return torch.index_select(layers, 2, slots, out=out)
+        for start, slot, count in runs:
+            out[:, :, start : start + count].copy_(layers[:, :, slot : slot + count])
+        return out
 
     def write(self, layer_start: int, slots: torch.Tensor, data: torch.Tensor) -> None:
         """Store `data`, of the shape that `read` returns, from `layer_start` on at int64 slots [n]."""
-        self.data[layer_start : layer_start + data.shape[0]].index_copy_(2, slots, data)
+        layers = self.data[layer_start : layer_start + data.shape[0]]
+        runs = _runs(slots, data)
+        if runs is None:
+            layers.index_copy_(2, slots, data)
+            return
+        for start, slot, count in runs:
+            layers[:, :, slot : slot + count].copy_(data[:, :, start : start + count])
+
+
+def _runs(slots: torch.Tensor, data: torch.Tensor) -> list[tuple[int, int, int]] | None:
+    """Runs of neighbouring slots as (start in `data`, first slot, length), where copying them as such is faster.
+
+    Measured on a CPU: runs are copied at 26 GB/s, single slots gathered at 5 and scattered at 2.3, and each run costs
+    what 64 KiB of scattering do. On a GPU slots are read on the device, so None there.
+    """
+    if slots.device.type != "cpu" or not len(slots):
+        return None
+    numbers = slots.numpy()
+    ends = np.flatnonzero(np.diff(numbers) != 1)
+    if len(ends) and (len(ends) + 1) * _RUN_BYTES > data.nbytes:
+        return None
+    starts = [0, *(ends + 1).tolist(), len(numbers)]
+    return [(start, int(numbers[start]), end - start) for start, end in pairwise(starts)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,7 @@ from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import NoCapacity
 from pdserve.core.hashing import extend_hashes, root_hash
 from pdserve.core.layout import KVLayout
-from pdserve.core.sequence import Sequence
+from pdserve.core.sequence import Sequence, SequenceSpec
 from pdserve.policy.batching import Claim, Work, choose_victim, plan_step
 from pdserve.policy.reservation import fits, reserved_tokens
 
@@ -72,6 +72,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._phase: dict[str, Phase] = {}
         self._running: list[Sequence] = []
+        self._lent: dict[str, list[int]] = {}
         self._root = lru_cache(maxsize=1024)(lambda salt: root_hash(layout, salt))
 
     def __contains__(self, ticket: str) -> bool:
@@ -131,6 +132,14 @@ class Scheduler:
         self._sequences[sequence.id] = sequence
         self.set_phase(sequence, Phase.AWAITING_KV if awaits_kv else Phase.RUNNING)
 
+    def extend(self, sequence: Sequence, spec: SequenceSpec) -> None:
+        """Give a sequence that awaits its KV the longer input of `spec`, which begins with its own, and the pages that
+        this takes. Raises NoCapacity, and changes nothing, where there are too few."""
+        missing = self.layout.blocks_for(len(spec.token_ids)) - len(sequence.block_table)
+        if missing > 0:
+            sequence.block_table += self.pool.allocate(missing)
+        sequence.spec, sequence.tokens = spec, list(spec.token_ids)
+
     def set_phase(self, sequence: Sequence, phase: Phase) -> None:
         before = self._phase.get(sequence.id)
         self._phase[sequence.id] = phase
@@ -169,9 +178,18 @@ class Scheduler:
         self.pool.release(sequence.block_table)
         sequence.block_table = []
 
+    def lend(self, key: str, blocks: list[int]) -> None:
+        """Keep owned blocks as they are until `take_back(key)`, whatever becomes of their sequence."""
+        self.pool.acquire(blocks)
+        self._lent[key] = blocks
+
+    def take_back(self, key: str) -> None:
+        """Nobody reads what was lent under `key` any more; an unknown key is nothing."""
+        self.pool.release(self._lent.pop(key, []))
+
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every reference in the pool is accounted for by a sequence here."""
-        self.pool.check_integrity(sequence.block_table for sequence in self)
+        """Raise IntegrityError unless every reference in the pool is accounted for by a sequence or a loan here."""
+        self.pool.check_integrity([*(sequence.block_table for sequence in self), *self._lent.values()])
 
     def reserved_blocks(self) -> int:
         """Blocks that sequences without complete KV hold alone."""

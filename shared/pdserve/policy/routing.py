@@ -66,6 +66,20 @@ def choose_pair(view: FleetView, request: PlacementRequest) -> Decision:
     return Decision(Kind.WAIT, waits[0] if waits else "no decode worker has room")
 
 
+def choose_prefill(view: FleetView, request: PlacementRequest, decode: str) -> Decision:
+    """Decide for a sequence that holds a reservation on the worker `decode` already: who fills it. Changes nothing."""
+    worker = next((worker for worker in view.of(Role.DECODE) if worker.worker_id == decode), None)
+    if worker is None:
+        return Decision(Kind.WAIT, f"decode worker {decode} is gone")
+    peers = [peer for peer in view.of(Role.PREFILL) if peer.layout == worker.layout]
+    prefill = _choose_prefill(peers, request)
+    if prefill is not None:
+        return Decision(Kind.REMOTE, _why(request, prefill, worker), prefill=prefill.worker_id)
+    if not any(peer.usable for peer in peers):
+        return Decision(Kind.WAIT, f"all prefill workers are down or draining ({len(peers)} known)")
+    return Decision(Kind.WAIT, "no prefill worker has room")
+
+
 def _prefill_only(view: FleetView, request: PlacementRequest) -> Decision:
     known = view.of(Role.PREFILL)
     if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in known):

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pdserve.core.layout import KVLayout
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -18,11 +20,44 @@ class Frame:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What KV weighs on the wire: each token of a layer, and what each block that a frame touches adds (its scales)."""
+
+    token_bytes: int
+    block_size: int = 1
+    block_overhead: int = 0
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> Wire:
+        """One byte a number with a float32 scale for each block, head, and K or V; or everything as it is."""
+        if not layout.transfer_dtype:
+            return cls(layout.layer_token_bytes)
+        heads = 2 * layout.num_kv_heads
+        return cls(heads * layout.head_size, layout.block_size, 4 * heads)
+
+    def blocks(self, start: int, count: int) -> int:
+        """How many blocks tokens [start, start + count) touch."""
+        return -(-(start + count) // self.block_size) - start // self.block_size
+
+    def bytes(self, start: int, count: int) -> int:
+        """What tokens [start, start + count) of one layer weigh."""
+        overhead = self.block_overhead and self.block_overhead * self.blocks(start, count)
+        return count * self.token_bytes + overhead
+
+    def tokens_within(self, start: int, limit: int) -> int:
+        """How many tokens of one layer, from `start` on, weigh at most `limit`."""
+        count = limit // self.token_bytes
+        while count > 0 and (excess := self.bytes(start, count) - limit) > 0:
+            count -= -(-excess // (self.token_bytes + self.block_overhead))
+        return max(0, count)
+
+
 def next_frame(
     computed: Sequence[int],
     sent: Sequence[int],
     *,
-    layer_token_bytes: int,
+    wire: Wire,
     max_bytes: int,
     target_bytes: int = 0,
     flush: bool = False,
@@ -35,8 +70,8 @@ def next_frame(
     layer. A frame below `target_bytes` waits while the chunk's next layer may still join it, unless `flush` says that
     nothing more will be computed. Raises ValueError where one token of one layer exceeds `max_bytes`.
     """
-    if max_bytes < layer_token_bytes:
-        raise ValueError(f"a token of a layer has {layer_token_bytes} bytes, a frame at most {max_bytes}")
+    if max_bytes < wire.bytes(0, 1):
+        raise ValueError(f"a token of a layer has {wire.bytes(0, 1)} bytes, a frame at most {max_bytes}")
     pending = [layer for layer, (have, gone) in enumerate(zip(computed, sent, strict=True)) if have > gone]
     if not pending:
         return None
@@ -45,13 +80,13 @@ def next_frame(
     after = first + 1
     while after < len(sent) and (sent[after], computed[after]) == (start, end):
         after += 1
-    layer_bytes = (end - start) * layer_token_bytes
+    layer_bytes = wire.bytes(start, end - start)
     growing = after < len(sent) and sent[after] == start and computed[after] < end
     if growing and not flush and (after - first) * layer_bytes < min(target_bytes, max_bytes):
         return None
     layers = min(after - first, max(1, max_bytes // layer_bytes))
-    tokens = min(end - start, max_bytes // layer_token_bytes)
-    return Frame(first, layers, start, tokens, layers * tokens * layer_token_bytes)
+    tokens = min(end - start, wire.tokens_within(start, max_bytes))
+    return Frame(first, layers, start, tokens, layers * wire.bytes(start, tokens))
 
 
 class DeficitRoundRobin:

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from pdserve.core.ticket import Ticket
+from pdserve.core.ticket import Landing
 
 Due = Callable[[], None]
 
@@ -40,18 +40,22 @@ class Outgoing(Attempt):
     sent: list[int]
     events: list[torch.cuda.Event | None]
     granted: bool = False
+    tells_grant: bool = False  # whether the engine loop is to hear of the grant
     unseen: int = 0  # bytes computed since the sender was last woken for it
     frames: int = 0
     kv_bytes: int = 0
+    in_flight: int = 0  # bytes that were announced and have not landed
     first_token: int | None = None
     committed: bool = False
+    began: float = 0.0  # when its first frame was announced, and when everything was computed; monotonic, 0: not yet
+    computed_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Incoming(Attempt):
     """`after` has completed when the pages' last reader is through with them."""
 
-    record: Ticket
+    landing: Landing
     after: torch.cuda.Event | None
     kv_bytes: int = 0
 

@@ -18,7 +18,8 @@ class LinkSettings:
     """Sizes in bytes, times in seconds.
 
     `transport` is "gloo", "nccl" or "auto": what a link may use. `hostname` or `interface`: where Gloo listens.
-    `sends` and `receives` say which directions this worker needs; a link has those that both ends need.
+    `sends` and `receives` say which directions this worker needs; a link has those that both ends need. `checksum`:
+    frames carry a CRC-32. `probe_bytes`: what a new link is measured with, before and beside its first frames; 0: not.
     """
 
     frame_bytes: int
@@ -31,6 +32,8 @@ class LinkSettings:
     open_timeout: float = 5.0
     sends: bool = True
     receives: bool = True
+    checksum: bool = False
+    probe_bytes: int = 0
 
 
 class Wire:
@@ -56,6 +59,25 @@ class Wire:
 
 
 @dataclass(slots=True)
+class Counters:
+    """What all links of the process did, those that are gone included; fields as in messages.TransferReport."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    frames_sent: int = 0
+    frames_received: int = 0
+    transfers: int = 0
+    transfer_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    bytes_produced: int = 0
+    send_aborts: int = 0
+    receive_aborts: int = 0
+    stale_frames: int = 0
+    links_lost: int = 0
+    error_bound: float = 0.0
+
+
+@dataclass(slots=True)
 class Common:
     """`notify` is called with the lock held, so that events come in the order in which things happened."""
 
@@ -67,5 +89,4 @@ class Common:
     lock: threading.Lock = field(default_factory=threading.Lock)
     outgoing: Book[Outgoing] = field(default_factory=Book)
     incoming: Book[Incoming] = field(default_factory=Book)
-    bytes_sent: int = 0
-    bytes_received: int = 0
+    counters: Counters = field(default_factory=Counters)

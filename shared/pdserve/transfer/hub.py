@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 
 import torch
 
-from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.core.errors import ConfigError
 from pdserve.core.layout import KVLayout
+from pdserve.policy.transfer_plan import Wire as FrameWire
 from pdserve.transfer.common import Common, LinkSettings, Wire
 from pdserve.transfer.link import Endings, Link
 from pdserve.transfer.messages import (
@@ -19,17 +21,22 @@ from pdserve.transfer.messages import (
     ControlMessage,
     Credit,
     Grant,
+    LinkReport,
     StoreSet,
     TicketClosed,
     TransferEvent,
+    TransferReport,
 )
 from pdserve.transfer.pages import KVPages
+from pdserve.transfer.probe import Done
 from pdserve.transfer.receives import Receives
-from pdserve.transfer.ring import Ring, RingPool
+from pdserve.transfer.ring import Ring, Rings
 from pdserve.transfer.sends import Sends
 from pdserve.transfer.transport import LinkLost
 
-__all__ = ["LinkHub", "LinkSettings"]
+__all__ = ["IDLE_CLOSED", "LinkHub", "LinkSettings"]
+
+IDLE_CLOSED = "idle, closed to make room for another link"
 
 
 class LinkHub:
@@ -50,10 +57,11 @@ class LinkHub:
         closed: Callable[[str, int, str], None],
         notify: Callable[[TransferEvent], None],
     ) -> None:
-        if min(settings.frame_bytes, settings.ring_bytes // 2) < layout.layer_token_bytes:
+        unit = FrameWire.of(layout).bytes(0, 1)
+        if min(settings.frame_bytes, settings.ring_bytes // 2) < unit:
             raise ConfigError(
                 f"frame_bytes {settings.frame_bytes} or ring_bytes {settings.ring_bytes} is too small: "
-                f"a token of a layer has {layout.layer_token_bytes} bytes, and the ring holds two frames or more"
+                f"a token of a layer has {unit} bytes, and the ring holds two frames or more"
             )
         self._common = Common(kv, layout, settings, Wire(send_control), notify)
         self._links: dict[str, Link] = {}
@@ -62,31 +70,20 @@ class LinkHub:
         self._established, self._closed = established, closed
         self._ended: dict[str, int] = {}  # the epoch of each peer's last link
         self._leaving: list[tuple[float, Link]] = []
-        self._rings: dict[torch.device, RingPool] = {}
+        self._rings = Rings(settings.ring_bytes, settings.frame_bytes, unit, self._common.lock)
+        self._endings = Endings(self._lease, self._up, self._broke, self._rings.give_back)
 
     # Links; called from the thread that reads link control.
 
     def open(self, peer: str, epoch: int, initiator: bool, transport: str) -> None:
         """Make the data half of a link whose control half is up: then `established`, or `closed` with the reason."""
         common = self._common
-        problem = ""
         with common.lock:
             if (old := self._links.get(peer)) is not None:
                 self._end_link(old, "a newer link to this worker took its place")
-            try:
-                ring, give_back = self._lease(transport)
-            except PdserveError as error:
-                problem = str(error)
-                self._ended[peer] = epoch
-                self._fail(peer, problem)
-            else:
-                endings = Endings(self._up, self._broke, give_back)
-                link = Link(common, peer, epoch, initiator, transport, ring, endings)
-                self._links[peer] = link
-                self._receives.on_link(link)
-                link.start()
-        if problem:
-            self._closed(peer, epoch, problem)
+            link = self._links[peer] = Link(common, peer, epoch, initiator, transport, self._endings)
+            self._receives.on_link(link)
+            link.start()
         common.wire.flush()
 
     def on_control(self, peer: str, epoch: int, message: ControlMessage) -> None:
@@ -114,17 +111,42 @@ class LinkHub:
                 self._ended[peer] = epoch
                 self._fail(peer, reason)
 
-    # The prefill side; called from the engine loop.
+    def probe(self, peer: str, epoch: int, sizes: Sequence[int], bytes_per_size: int, done: Done) -> None:
+        """Measure a link with frames that nobody keeps, beside what else it carries; sizes are capped by what it takes,
+        none mean a range of them.
+
+        `done` is called with the lock held and must not wait. Where the link is gone, or is being probed already, it is
+        called at once with no samples.
+        """
+        with self._common.lock:
+            link = self._links.get(peer)
+
+            def note(round_trip: float, samples: list[tuple[int, float]]) -> None:
+                if link is not None:
+                    link.note_probe(round_trip, samples)
+                done(round_trip, samples)
+
+            if link is None or link.epoch != epoch or not link.sender.probe(sizes, bytes_per_size, note):
+                done(0.0, [])
+
+    # The sending side; called from the engine loop.
 
     def start_send(
-        self, ticket: str, attempt: int, peer: str, slots: torch.Tensor | Sequence[int], num_tokens: int
+        self,
+        ticket: str,
+        attempt: int,
+        peer: str,
+        slots: torch.Tensor | Sequence[int],
+        num_tokens: int,
+        tells_grant: bool = False,
     ) -> None:
         """Send `num_tokens` tokens' KV to `peer`, once it grants them and as they are computed.
 
         `slots` is each token's page slot. The pages must stay until SendCommitted, SendFailed or SendStopped. Where
-        there is no link it is waited for. Raises IntegrityError for a ticket that is being sent already.
+        there is no link it is waited for. `tells_grant`: the grant is told as Granted. Raises IntegrityError for a
+        ticket that is being sent already.
         """
-        self._sends.start(ticket, attempt, peer, slots, num_tokens)
+        self._sends.start(ticket, attempt, peer, slots, num_tokens, tells_grant)
 
     def advance(self, tickets: Sequence[tuple[str, int]], layer: int) -> None:
         """Say how many tokens of each ticket have their KV of `layer` now (on a GPU: after the work queued so far).
@@ -142,7 +164,11 @@ class LinkHub:
         """Stop sending, and tell the peer. SendStopped follows in any case, for unknown tickets too."""
         self._sends.stop(ticket)
 
-    # The decode side; called from the engine loop.
+    def refuse(self, ticket: str, attempt: int, peer: str, reason: str) -> None:
+        """Tell `peer` that what it granted will not be sent."""
+        self._sends.refuse(ticket, attempt, peer, reason)
+
+    # The receiving side; called from the engine loop.
 
     def grant(
         self,
@@ -166,9 +192,22 @@ class LinkHub:
 
     # Both.
 
+    def measured(self, peer: str) -> tuple[float, float]:
+        """Bytes a second and seconds of a round trip to `peer`, as measured last; 0: not, or no link."""
+        with self._common.lock:
+            link = self._links.get(peer)
+            return (link.bytes_per_second, link.round_trip) if link is not None else (0.0, 0.0)
+
     def stats(self) -> tuple[int, int]:
         """Bytes sent and received, all links together."""
-        return self._common.bytes_sent, self._common.bytes_received
+        return self._common.counters.bytes_sent, self._common.counters.bytes_received
+
+    def report(self) -> TransferReport:
+        """All links as they are now, and what all of them did so far."""
+        with self._common.lock:
+            links = [_report(link) for link in self._links.values() if link.established]
+            counters = asdict(self._common.counters)
+        return TransferReport(links, **counters, threads_abandoned=self.abandoned)
 
     @property
     def abandoned(self) -> int:
@@ -180,8 +219,7 @@ class LinkHub:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the shares of the receive ring add up."""
         with self._common.lock:
-            for pool in self._rings.values():
-                pool.check_integrity()
+            self._rings.check_integrity()
 
     def shutdown(self) -> None:
         """End all links and wait for their threads, up to their deadline."""
@@ -228,35 +266,66 @@ class LinkHub:
         settings = self._common.settings
         self._leaving.append((time.monotonic() + settings.open_timeout + 2 * settings.frame_timeout, link))
         link.close(reason)
+        self._rings.wake()  # it may be waiting for a share
         self._fail(link.peer, reason)
 
-    def _lease(self, transport: str) -> tuple[Ring | None, Callable[[], None]]:
-        """A ring for a link's receiving direction, where this worker has one, and how to return it."""
-        settings = self._common.settings
-        if not settings.receives:
-            return None, lambda: None
-        device = torch.device("cpu") if transport == "gloo" else self._common.kv.device
-        if device not in self._rings:
-            unit = self._common.layout.layer_token_bytes
-            self._rings[device] = RingPool(settings.ring_bytes, settings.frame_bytes, unit, device)
-        pool = self._rings[device]
-        ring = pool.lease()
-
-        def give_back() -> None:
-            with self._common.lock:
-                pool.give_back(ring)
-
-        return ring, give_back
+    def _close_idle(self) -> Link | None:
+        """End the link that was used least recently, of those that carry nothing now."""
+        common = self._common
+        busy = {attempt.peer for book in (common.outgoing, common.incoming) for attempt in book.by_ticket.values()}
+        idle = [link for link in self._links.values() if link.established and link.peer not in busy]
+        idle = [link for link in idle if not link.sender.in_flight]
+        if not idle:
+            return None
+        link = min(idle, key=lambda link: link.used)
+        self._end_link(link, IDLE_CLOSED)
+        return link
 
     # Without it, from a link's threads.
 
+    def _lease(self, link: Link) -> Ring:
+        """A share of the receive ring; where none is free, that of a link that is idle."""
+        settings = self._common.settings
+        device = torch.device("cpu") if link.transport == "gloo" else self._common.kv.device
+        closed: list[Link] = []
+
+        def make_room() -> None:
+            if (idle := self._close_idle()) is not None:
+                closed.append(idle)
+
+        try:
+            return self._rings.lease(device, settings.open_timeout, make_room, lambda: link.closed)
+        finally:
+            for idle in closed:
+                self._closed(idle.peer, idle.epoch, IDLE_CLOSED)
+
     def _up(self, link: Link) -> None:
         self._established(link.peer, link.epoch)
+        settings = self._common.settings
+        if settings.probe_bytes and settings.sends:
+            self.probe(link.peer, link.epoch, [settings.frame_bytes], settings.probe_bytes, lambda *_: None)
 
     def _broke(self, link: Link, reason: str) -> None:
         with self._common.lock:
             if link.closed:
                 return
+            self._common.counters.links_lost += 1
             self._end_link(link, reason)
         with suppress(OSError):  # the front is gone, and this process goes with it
             self._closed(link.peer, link.epoch, reason)
+
+
+def _report(link: Link) -> LinkReport:
+    sender, receiver = link.sender, link.receiver
+    return LinkReport(
+        peer=link.peer,
+        epoch=link.epoch,
+        transport=link.transport,
+        bytes_sent=sender.bytes_sent,
+        bytes_received=receiver.bytes_received if receiver is not None else 0,
+        bytes_in_flight=sender.bytes_in_flight,
+        frames_in_flight=len(sender.in_flight),
+        credit=sender.credit,
+        bytes_per_second=link.bytes_per_second,
+        round_trip=link.round_trip,
+    )

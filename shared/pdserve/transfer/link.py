@@ -25,28 +25,31 @@ from pdserve.transfer.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Endings:
-    """What a link's threads report, without the lock held: both groups are up; the link broke; its ring is unused."""
+    """What a link's threads ask and report, without the lock held: a ring to receive into, waited for; both groups are
+    up; the link broke; its ring is unused."""
 
+    lease: Callable[[Link], Ring]
     up: Callable[[Link], None]
     broke: Callable[[Link, str], None]
-    quiet: Callable[[], None]
+    quiet: Callable[[Ring], None]
 
 
 class Link:
     """Both directions to one peer in one epoch. A thread makes the groups, then one thread a direction serves it."""
 
-    def __init__(
-        self, common: Common, peer: str, epoch: int, initiator: bool, transport: str, ring: Ring | None, tell: Endings
-    ) -> None:
-        self.peer, self.epoch = peer, epoch
+    def __init__(self, common: Common, peer: str, epoch: int, initiator: bool, transport: str, tell: Endings) -> None:
+        self.peer, self.epoch, self.transport = peer, epoch, transport
         self.closed = False
+        self.established = False
+        self.used = time.monotonic()  # when an attempt last had part in it
+        self.bytes_per_second = self.round_trip = 0.0  # as measured last; 0: not
         self.sender = Sender(common, self.post)
-        self.receiver = Receiver(common, peer, ring, self.post) if ring is not None else None
+        self.receiver = Receiver(common, peer, self.post) if common.settings.receives else None
         self.store = MirrorStore(self._mirror, timedelta(seconds=common.settings.open_timeout))
         self._common = common
         self._rank = 0 if initiator else 1
-        self._kind = transport
         self._tell = tell
+        self._ring: Ring | None = None
         self._transports: list[Transport] = []
         self._threads = [threading.Thread(target=self._open, name=f"kv-open-{peer}", daemon=True)]
 
@@ -81,10 +84,17 @@ class Link:
         self.post(message)
         self._common.wire.flush()
 
+    def note_probe(self, round_trip: float, samples: list[tuple[int, float]]) -> None:
+        """Take in what a probe found."""
+        self.round_trip = round_trip
+        self.bytes_per_second = max((rate for _, rate in samples), default=0.0)
+
     def _open(self) -> None:
         self._settle_in()
         receives = False
         try:
+            if self.receiver is not None:
+                self._ring = self._tell.lease(self)
             made = self._connect()
             with self._common.lock:
                 if not self.closed:
@@ -92,6 +102,7 @@ class Link:
                     for thread in self._threads[1:]:
                         thread.start()
                     receives = any(not sends for _, sends in made)
+                    self.established = True
             if len(self._threads) > 1 or not made:
                 self._tell.up(self)
         except Exception as error:
@@ -101,7 +112,7 @@ class Link:
                 for transport in self._transports:
                     transport.close()
             if not receives:
-                self._tell.quiet()
+                self._quiet()
 
     def _connect(self) -> list[tuple[Transport, bool]]:
         """Make the groups that both ends want, the initiator's sending one first, and whether we send.
@@ -109,9 +120,9 @@ class Link:
         One after the other, in the same order at both ends: making a communicator may wait for the peer.
         """
         settings = self._common.settings
-        if settings.transport not in ("auto", self._kind):
-            raise ConfigError(f"this worker links over {settings.transport}, the peer wants {self._kind}")
-        connect = connector(self._kind, str(self._common.kv.device), settings.hostname, settings.interface)
+        if settings.transport not in ("auto", self.transport):
+            raise ConfigError(f"this worker links over {settings.transport}, the peer wants {self.transport}")
+        connect = connector(self.transport, str(self._common.kv.device), settings.hostname, settings.interface)
         self.store.set(f"wants/{self._rank}", bytes([settings.sends, settings.receives]))
         their_sends, their_receives = self.store.get(f"wants/{1 - self._rank}")
         made = []
@@ -135,14 +146,20 @@ class Link:
         try:
             if sends:
                 self.sender.run(transport)
-            elif self.receiver is not None:
-                self.receiver.run(transport)
+            elif self.receiver is not None and self._ring is not None:
+                self.receiver.run(transport, self._ring)
         except Exception as error:
             self._tell.broke(self, describe(error))
         finally:
             transport.close()
             if not sends:
-                self._tell.quiet()
+                self._quiet()
+
+    def _quiet(self) -> None:
+        """Nothing is received into the ring any more."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            self._tell.quiet(ring)
 
     def _settle_in(self) -> None:
         """Keep a link's thread from spreading its copies over the engine's cores."""

@@ -17,7 +17,7 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
     ticket: str
     attempt: int
     tokens_held: int
-    tokens_end: int = 0  # of a pull; 0: all that the sender was given
+    tokens_end: int = 0  # where the pages end; 0: not told
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
@@ -70,17 +70,25 @@ class KvReady(msgspec.Struct, frozen=True):
 
 
 class ReceiveFailed(msgspec.Struct, frozen=True):
-    """Decode side: the attempt is over without its KV; nothing writes to its pages any more."""
+    """Decode side: the attempt is over without its KV; nothing writes to its pages any more.
+
+    `landed`: how many leading tokens are in their pages, in all layers.
+    """
 
     ticket: str
     attempt: int
     reason: str
+    landed: int = 0
 
 
 class Revoked(msgspec.Struct, frozen=True):
-    """Decode side: the ack to `revoke`: nothing writes to the ticket's pages any more."""
+    """Decode side: the ack to `revoke`: nothing writes to the ticket's pages any more.
+
+    `landed`, as in ReceiveFailed, of the attempt that was revoked; 0 where there was none.
+    """
 
     ticket: str
+    landed: int = 0
 
 
 class SendCommitted(msgspec.Struct, frozen=True):
@@ -142,8 +150,6 @@ class LinkReport(msgspec.Struct, frozen=True):
     peer: str
     epoch: int
     transport: str
-    path: str
-    degraded: str
     bytes_sent: int
     bytes_received: int
     bytes_in_flight: int
@@ -151,6 +157,8 @@ class LinkReport(msgspec.Struct, frozen=True):
     credit: int
     bytes_per_second: float
     round_trip: float
+    path: str = ""  # filled in by the front, which knows both ends
+    degraded: str = ""
 
 
 class TransferReport(msgspec.Struct, frozen=True):
@@ -168,5 +176,6 @@ class TransferReport(msgspec.Struct, frozen=True):
     send_aborts: int = 0  # attempts that ended uncommitted
     receive_aborts: int = 0
     stale_frames: int = 0  # received for nobody, and dropped
+    error_bound: float = 0.0  # the largest error of a number that travelled quantised
     links_lost: int = 0  # that failed, rather than were closed
     threads_abandoned: int = 0

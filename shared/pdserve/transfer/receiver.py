@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from pdserve.core.errors import IntegrityError
+from pdserve.policy.transfer_plan import Wire
 from pdserve.transfer.attempts import Incoming
 from pdserve.transfer.common import Common
 from pdserve.transfer.messages import (
@@ -21,7 +22,8 @@ from pdserve.transfer.messages import (
     ReceiveFailed,
     TicketClosed,
 )
-from pdserve.transfer.pages import PageMover
+from pdserve.transfer.pages import PageMover, checksum
+from pdserve.transfer.probe import PROBE_TICKET
 from pdserve.transfer.ring import Ring
 from pdserve.transfer.transport import LinkLost, Transport, Work
 
@@ -29,11 +31,12 @@ from pdserve.transfer.transport import LinkLost, Transport, Work
 class Receiver:
     """Methods other than `run` are called with the lock held and do not wait."""
 
-    def __init__(self, common: Common, peer: str, ring: Ring, post: Callable[[ControlMessage], None]) -> None:
+    def __init__(self, common: Common, peer: str, post: Callable[[ControlMessage], None]) -> None:
+        self.bytes_received = 0
         self._common = common
         self._peer = peer
-        self._ring = ring
         self._post = post
+        self._wire = Wire.of(common.layout)
         self._changed = threading.Condition(common.lock)
         self._inbox: deque[Announce | Commit] = deque()
         self._announced = 0  # bytes whose credit was not returned yet
@@ -48,14 +51,14 @@ class Receiver:
         self._closed = True
         self._changed.notify()
 
-    def run(self, transport: Transport) -> None:
+    def run(self, transport: Transport, ring: Ring) -> None:
         """The thread's body: returns once the link is closed, raises LinkLost when its data half fails.
 
         The next receive is posted before a frame is put in its pages; nothing is under way when this returns.
         """
         mover = PageMover(self._common.kv, self._common.layout)
         with self._common.lock:
-            self._post(Credit(self._ring.capacity))
+            self._post(Credit(ring.capacity))
         self._common.wire.flush()
         posted: tuple[Announce, torch.Tensor, Work] | None = None
         while True:
@@ -66,11 +69,11 @@ class Receiver:
                 if isinstance(message, Commit):
                     self._commit(message)
                     continue
-                posted = self._receive(transport, message)
+                posted = self._receive(transport, ring, message)
             announce, frame, work = posted
             work.wait()
             following = self._take_announce()
-            posted = self._receive(transport, following) if following is not None else None
+            posted = self._receive(transport, ring, following) if following is not None else None
             self._land(announce, frame, mover)
 
     def _take(self) -> Announce | Commit | None:
@@ -85,51 +88,51 @@ class Receiver:
             self._inbox.popleft()
             return head
 
-    def _receive(self, transport: Transport, announce: Announce) -> tuple[Announce, torch.Tensor, Work]:
+    def _receive(self, transport: Transport, ring: Ring, announce: Announce) -> tuple[Announce, torch.Tensor, Work]:
         self._announced += announce.bytes
-        if not 0 < announce.bytes <= self._ring.max_frame or self._announced > self._ring.capacity:
+        if not 0 < announce.bytes <= ring.max_frame or self._announced > ring.capacity:
             raise LinkLost(f"the peer announced a frame of {announce.bytes} bytes, beyond its credit")
-        frame = self._ring.slot(announce.bytes)
+        frame = ring.slot(announce.bytes)
         return announce, frame, transport.recv(frame)
 
     def _land(self, announce: Announce, frame: torch.Tensor, mover: PageMover) -> None:
         """Put a received frame in its pages if its attempt is live, and give its credit back in any case."""
         common = self._common
+        intact = announce.checksum is None or checksum(frame) == announce.checksum
         with common.lock:
-            incoming = self._accept(announce)
+            incoming = self._accept(announce, intact)
         if incoming is not None:
             layers = range(announce.layer_start, announce.layer_start + announce.layer_count)
-            slots = incoming.slots[announce.token_start : announce.token_start + announce.token_count]
+            tokens = range(announce.token_start, announce.token_start + announce.token_count)
             try:
-                mover.scatter(layers, slots, frame, incoming.after)
+                mover.scatter(layers, incoming.slots, tokens, frame, incoming.after)
+                with common.lock:  # also of an attempt that ended meanwhile: the next one builds on it
+                    incoming.landing.accept(*_place(announce))
             finally:
                 with common.lock:
                     common.incoming.leave(incoming)
         self._announced -= announce.bytes
         with common.lock:
-            common.bytes_received += announce.bytes
+            if announce.ticket != PROBE_TICKET:
+                common.counters.bytes_received += announce.bytes
+                common.counters.frames_received += 1
+                self.bytes_received += announce.bytes
             self._post(Credit(announce.bytes))
         common.wire.flush()
 
-    def _accept(self, announce: Announce) -> Incoming | None:
-        """The attempt to put a frame in, marked busy; None where the frame is to be dropped.
-
-        The frame is counted before it is in its pages: only this thread reads the count, and it does so afterwards.
-        """
+    def _accept(self, announce: Announce, intact: bool) -> Incoming | None:
+        """The attempt to put a frame in, marked busy; None where the frame is to be dropped."""
         incoming = self._common.incoming.live(announce.ticket, announce.attempt, self._peer)
         if incoming is None or self._closed:
+            self._common.counters.stale_frames += announce.ticket != PROBE_TICKET
             return None
-        size = announce.layer_count * announce.token_count * self._common.layout.layer_token_bytes
+        size = announce.layer_count * self._wire.bytes(announce.token_start, announce.token_count)
         try:
+            if not intact:
+                raise IntegrityError(f"frame {announce.number} arrived damaged: its checksum is wrong")
             if announce.bytes != size:
                 raise IntegrityError(f"frame {announce.number} has {announce.bytes} bytes, its pages {size}")
-            incoming.record.landing.accept(
-                announce.number,
-                announce.layer_start,
-                announce.layer_count,
-                announce.token_start,
-                announce.token_count,
-            )
+            incoming.landing.check(*_place(announce))
         except IntegrityError as error:
             self._fail(incoming, str(error))
             return None
@@ -149,11 +152,11 @@ class Receiver:
         common.wire.flush()
 
     def _check(self, incoming: Incoming, commit: Commit) -> None:
-        record = incoming.record
-        record.commit(commit.frame_count, commit.first_token)
+        landing = incoming.landing
+        landing.commit(commit.frame_count)
         try:
-            if not record.ready:
-                raise IntegrityError(f"{commit.frame_count} frames were committed, {record.landing.frames} landed")
+            if not landing.ready:
+                raise IntegrityError(f"{commit.frame_count} frames were committed, {landing.frames} landed")
         except IntegrityError as error:
             self._fail(incoming, str(error))
             return
@@ -162,6 +165,18 @@ class Receiver:
         self._post(Committed(incoming.ticket, incoming.attempt))
 
     def _fail(self, incoming: Incoming, reason: str) -> None:
-        failed = ReceiveFailed(incoming.ticket, incoming.attempt, reason)
+        failed = ReceiveFailed(incoming.ticket, incoming.attempt, reason, incoming.landing.whole)
+        self._common.counters.receive_aborts += 1
         self._common.incoming.end(incoming, lambda: self._common.notify(failed))
         self._post(TicketClosed(incoming.ticket, incoming.attempt, reason))
+
+
+def _place(announce: Announce) -> tuple[int, int, int, int, int]:
+    """A frame as Landing takes it."""
+    return (
+        announce.number,
+        announce.layer_start,
+        announce.layer_count,
+        announce.token_start,
+        announce.token_count,
+    )

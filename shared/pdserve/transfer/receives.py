@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from pdserve.core.ticket import Landing, Ticket
+from pdserve.core.ticket import Landing
 from pdserve.transfer.attempts import Incoming
 from pdserve.transfer.common import Common
 from pdserve.transfer.link import Link
@@ -35,7 +36,7 @@ class Receives:
             attempt=attempt,
             peer=peer,
             slots=torch.as_tensor(slots, dtype=torch.int64).to(common.kv.device),
-            record=Ticket(ticket, attempt, Landing(common.layout.num_layers, tokens_held, num_tokens)),
+            landing=Landing(common.layout.num_layers, tokens_held, num_tokens),
             after=queued_work(common.kv.device),
         )
         with common.lock:
@@ -56,7 +57,7 @@ class Receives:
             else:
                 if not incoming.over:
                     self._tell_closed(incoming, reason)
-                common.incoming.end(incoming, lambda: common.notify(Revoked(ticket)))
+                common.incoming.end(incoming, lambda: common.notify(Revoked(ticket, incoming.landing.whole)))
         common.wire.flush()
 
     def on_link(self, link: Link) -> None:
@@ -83,12 +84,19 @@ class Receives:
             self._post_grant(link, incoming)
 
     def _post_grant(self, link: Link, incoming: Incoming) -> None:
-        link.post(Grant(incoming.ticket, incoming.attempt, incoming.record.landing.first))
+        link.used = time.monotonic()
+        landing = incoming.landing
+        link.post(Grant(incoming.ticket, incoming.attempt, landing.first, landing.end))
 
     def _tell_closed(self, incoming: Incoming, reason: str) -> None:
         if (link := self._links.get(incoming.peer)) is not None:
             link.post(TicketClosed(incoming.ticket, incoming.attempt, reason))
 
     def _fail(self, incoming: Incoming, reason: str) -> None:
-        failed = ReceiveFailed(incoming.ticket, incoming.attempt, reason)
-        self._common.incoming.end(incoming, lambda: self._common.notify(failed))
+        """End an attempt; what has landed is told once its pages are quiet."""
+
+        def tell() -> None:
+            landed = incoming.landing.whole
+            self._common.notify(ReceiveFailed(incoming.ticket, incoming.attempt, reason, landed))
+
+        self._common.incoming.end(incoming, tell)

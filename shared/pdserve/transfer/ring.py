@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+
 import torch
 
 from pdserve.core.errors import ConfigError, IntegrityError, NoCapacity
 
 FRAMES_A_LINK = 4
+ALIGNMENT = 16
 
 
 class Ring:
@@ -30,11 +35,15 @@ class Ring:
 class RingPool:
     """Equal shares of `ring_bytes` on `device`, each of four frames; a lone one where the pool is smaller than that.
 
-    `unit` is the size of the smallest frame: a token in a layer. Not thread-safe: the owner of the links locks.
+    `unit` is the size of the smallest frame: a token in a layer. Halves begin where any dtype may. Not thread-safe: the
+    owner of the links locks.
     """
 
     def __init__(self, ring_bytes: int, frame_bytes: int, unit: int, device: torch.device) -> None:
-        half = min(FRAMES_A_LINK * frame_bytes, ring_bytes) // 2 // unit * unit
+        most = min(FRAMES_A_LINK * frame_bytes, ring_bytes) // 2
+        half = most // ALIGNMENT * ALIGNMENT
+        if half < unit:
+            half = most // unit * unit  # tiny, as in tests; a token's bytes are aligned well enough
         if half == 0:
             raise ConfigError(f"ring_bytes {ring_bytes} and frame_bytes {frame_bytes} must hold {unit} bytes twice")
         self.total = ring_bytes // (2 * half)
@@ -42,6 +51,11 @@ class RingPool:
         self._memory = torch.empty(self.total * self._share, dtype=torch.uint8, device=device)
         self._free = list(reversed(range(self.total)))
         self._leased: dict[int, Ring] = {}
+
+    @property
+    def free(self) -> int:
+        """How many shares may be leased."""
+        return len(self._free)
 
     def lease(self) -> Ring:
         """A share, until `give_back`. Raises NoCapacity when all are out."""
@@ -62,3 +76,49 @@ class RingPool:
         """Raise IntegrityError unless free and leased shares make up the pool."""
         if sorted([*self._free, *self._leased]) != list(range(self.total)):
             raise IntegrityError(f"{self._free} free and {list(self._leased)} leased of {self.total} ring shares")
+
+
+class Rings:
+    """The pools of one process, one a device, and those who wait for a share. `lock` guards them all."""
+
+    def __init__(self, ring_bytes: int, frame_bytes: int, unit: int, lock: threading.Lock) -> None:
+        self._sizes = (ring_bytes, frame_bytes, unit)
+        self._pools: dict[torch.device, RingPool] = {}
+        self._owner: dict[int, RingPool] = {}  # by the id of a leased ring
+        self._returned = threading.Condition(lock)
+
+    def lease(
+        self, device: torch.device, patience: float, make_room: Callable[[], None], gone: Callable[[], bool]
+    ) -> Ring:
+        """Wait up to `patience` seconds for a share. Called without the lock; the callables are called with it:
+        `make_room` once, where none is free, and `gone` says that nobody wants it any more.
+
+        Raises NoCapacity.
+        """
+        deadline = time.monotonic() + patience
+        with self._returned:
+            pool = self._pools.get(device)
+            if pool is None:
+                pool = self._pools[device] = RingPool(*self._sizes, device)
+            if not pool.free:
+                make_room()
+            while not pool.free and not gone() and (left := deadline - time.monotonic()) > 0:
+                self._returned.wait(left)
+            ring = pool.lease()
+            self._owner[id(ring)] = pool
+            return ring
+
+    def give_back(self, ring: Ring) -> None:
+        """Return a share that nothing is received into any more. Called without the lock."""
+        with self._returned:
+            self._owner.pop(id(ring)).give_back(ring)
+            self._returned.notify_all()
+
+    def wake(self) -> None:
+        """Whoever waits for a share looks again; with the lock held."""
+        self._returned.notify_all()
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the shares add up; with the lock held."""
+        for pool in self._pools.values():
+            pool.check_integrity()

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from itertools import cycle
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
-from pdserve.policy.transfer_plan import DeficitRoundRobin, Frame, next_frame
+from pdserve.policy.transfer_plan import DeficitRoundRobin, Frame, Wire, next_frame
 from pdserve.transfer.attempts import Outgoing
 from pdserve.transfer.common import Common
 from pdserve.transfer.messages import Announce, Commit, ControlMessage
-from pdserve.transfer.pages import PageMover
+from pdserve.transfer.pages import PageMover, checksum
+from pdserve.transfer.probe import PROBE_TICKET, Done, Probe, default_sizes
 from pdserve.transfer.transport import Transport, Work
+
+# Frames that may be gathered and announced beside the one under way: their announcements, which take a way of their
+# own through both fronts, are there before them.
+AHEAD = 2
 
 
 class Sender:
     """Methods other than `run` are called with the lock held and do not wait."""
 
     def __init__(self, common: Common, post: Callable[[ControlMessage], None]) -> None:
+        self.bytes_sent = 0
+        self.credit = 0
+        self.bytes_in_flight = 0
+        self.in_flight: deque[tuple[Outgoing | None, int]] = deque()  # announced frames, oldest first; None: a probe's
         self._common = common
         self._post = post
         self._changed = threading.Condition(common.lock)
         self._turns = DeficitRoundRobin(common.settings.frame_bytes)
+        self._wire = Wire.of(common.layout)
         self._max_frame = 0  # unknown until the first credit
-        self._credit = 0
+        self._share = 0  # of the credit, for one ticket while others wait
+        self._probe: Probe | None = None
+        self._wish: tuple[Sequence[int], int, Done] | None = None
         self._closed = False
 
     def wake(self) -> None:
@@ -37,9 +50,44 @@ class Sender:
         self._changed.notify()
 
     def add_credit(self, size: int) -> None:
-        """The peer has room for `size` more bytes. Its first word is all its room, of which a frame may fill half."""
-        self._max_frame = self._max_frame or min(self._common.settings.frame_bytes, size // 2)
-        self._credit += size
+        """The oldest frame in flight landed, or was dropped, and the peer has room for `size` more bytes.
+
+        Its first word is all its room, of which a frame may fill half.
+        """
+        self.credit += size
+        if not self._max_frame:
+            self._max_frame = min(self._common.settings.frame_bytes, size // 2)
+            self._share = max(self._max_frame, size // 2)
+            if self._wish is not None:
+                self._begin(*self._wish)
+        elif self.in_flight:
+            out, landed = self.in_flight.popleft()
+            self.bytes_in_flight -= landed
+            if out is not None:
+                out.in_flight -= landed
+            elif self._probe is not None:
+                self._probe.landed(time.monotonic())
+                if self._probe.over:
+                    self._probe = None
+                    self._turns.remove(PROBE_TICKET)
+        self._changed.notify()
+
+    def probe(self, sizes: Sequence[int], bytes_per_size: int, done: Done) -> bool:
+        """Measure the link, as soon as credit came; `done` is called with the lock held. False: another probe is under
+        way."""
+        if self._probe is not None or self._wish is not None:
+            return False
+        if self._max_frame:
+            self._begin(sizes, bytes_per_size, done)
+        else:
+            self._wish = (sizes, bytes_per_size, done)
+        return True
+
+    def _begin(self, sizes: Sequence[int], bytes_per_size: int, done: Done) -> None:
+        self._wish = None
+        wanted = [min(size, self._max_frame) for size in sizes or default_sizes(self._max_frame)]
+        self._probe = Probe(sorted(set(wanted)), bytes_per_size, done)
+        self._turns.add(PROBE_TICKET)
         self._changed.notify()
 
     def admit(self, out: Outgoing) -> None:
@@ -61,73 +109,96 @@ class Sender:
     def run(self, transport: Transport) -> None:
         """The thread's body: returns once the link is closed, raises LinkLost when its data half fails.
 
-        While one frame is under way the next is gathered and announced, so that its receive can be posted in time.
+        While one frame is under way the next ones are gathered and announced, so that their receives can be posted in
+        time.
         """
         size = self._common.settings.frame_bytes
-        buffers = [torch.empty(size, dtype=torch.uint8, device=transport.device) for _ in range(2)]
+        free = [torch.empty(size, dtype=torch.uint8, device=transport.device) for _ in range(AHEAD + 1)]
         mover = PageMover(self._common.kv, self._common.layout)
-        under_way: Work | None = None
-        for buffer in cycle(buffers):
-            frame = self._prepare(buffer, mover, wait=under_way is None)
-            if under_way is not None:
-                under_way.wait()
+        ready: deque[tuple[torch.Tensor, int]] = deque()
+        under_way: tuple[Work, torch.Tensor] | None = None
+        while True:
+            bytes_ready = self._prepare(free[-1], mover, wait=under_way is None and not ready) if free else 0
             if self._closed:
                 return
-            under_way = transport.send(frame) if frame is not None else None
+            if bytes_ready:
+                ready.append((free.pop(), bytes_ready))
+            if under_way is not None and not (bytes_ready and free):
+                work, buffer = under_way
+                work.wait()
+                free.append(buffer)
+                under_way = None
+            if under_way is None and ready:
+                buffer, count = ready.popleft()
+                under_way = transport.send(buffer[:count]), buffer
 
-    def _prepare(self, buffer: torch.Tensor, mover: PageMover, wait: bool) -> torch.Tensor | None:
-        """Gather the next frame into `buffer` and announce it. None: there is none, or the link is closed."""
+    def _prepare(self, buffer: torch.Tensor, mover: PageMover, wait: bool) -> int:
+        """Gather the next frame into `buffer` and announce it; its bytes. 0: there is none, or the link is closed."""
         common = self._common
         while True:
             with self._changed:
                 while (choice := self._choose()) is None:
                     if self._closed or not wait:
-                        return None
+                        return 0
                     self._changed.wait()
-                out, frame = choice
-                out.busy = True
-                layers = range(frame.layer_start, frame.layer_start + frame.layer_count)
-                events = {event for event in out.events[layers.start : layers.stop] if event is not None}
-            slots = out.slots[frame.token_start : frame.token_start + frame.token_count]
+                if isinstance(choice, int):
+                    self._announce_probe(choice)
+                    out = None
+                else:
+                    out, frame = choice
+                    out.busy = True
+                    layers = range(frame.layer_start, frame.layer_start + frame.layer_count)
+                    events = {event for event in out.events[layers.start : layers.stop] if event is not None}
+            if out is None:
+                common.wire.flush()
+                return choice if isinstance(choice, int) else 0
+            tokens = range(frame.token_start, frame.token_start + frame.token_count)
             try:
-                mover.gather(layers, slots, buffer[: frame.bytes], events)
+                bound = mover.gather(layers, out.slots, tokens, buffer[: frame.bytes], events)
+                check = checksum(buffer[: frame.bytes]) if common.settings.checksum else None
             finally:
                 with common.lock:
                     common.outgoing.leave(out)
             with common.lock:
                 announced = not (out.over or self._closed)
                 if announced:
-                    self._announce(out, frame)
+                    common.counters.error_bound = max(common.counters.error_bound, bound)
+                    self._announce(out, frame, check)
             common.wire.flush()
             if announced:
-                return buffer[: frame.bytes]
+                return frame.bytes
 
-    def _choose(self) -> tuple[Outgoing, Frame] | None:
-        if self._closed or not self._max_frame or self._credit < self._max_frame:
+    def _choose(self) -> tuple[Outgoing, Frame] | int | None:
+        """A ticket's next frame, or the size of a probe's."""
+        if self._closed or not self._max_frame or self.credit < self._max_frame:
             return None
         settings, chosen = self._common.settings, dict[str, tuple[Outgoing, Frame]]()
 
         def size_of(ticket: str) -> int:
+            if ticket == PROBE_TICKET:
+                return self._probe.next_size() if self._probe is not None else 0
             out = self._common.outgoing.get(ticket)
             if out is None or out.over or not out.granted:
                 return 0
             frame = next_frame(
                 out.computed,
                 out.sent,
-                layer_token_bytes=self._common.layout.layer_token_bytes,
+                wire=self._wire,
                 max_bytes=self._max_frame,
                 target_bytes=settings.target_bytes,
                 flush=out.first_token is not None,
             )
-            if frame is None:
+            if frame is None or (out.in_flight and len(self._turns) > 1 and out.in_flight + frame.bytes > self._share):
                 return 0
             chosen[ticket] = (out, frame)
             return frame.bytes
 
         ticket = self._turns.choose(size_of)
-        return chosen[ticket] if ticket is not None else None
+        if ticket is None:
+            return None
+        return size_of(ticket) if ticket == PROBE_TICKET else chosen[ticket]
 
-    def _announce(self, out: Outgoing, frame: Frame) -> None:
+    def _announce(self, out: Outgoing, frame: Frame, check: int | None) -> None:
         """From here on the frame will be sent, whatever becomes of its ticket."""
         self._post(
             Announce(
@@ -139,12 +210,28 @@ class Sender:
                 frame.token_start,
                 frame.token_count,
                 frame.bytes,
+                check,
             )
         )
         for layer in range(frame.layer_start, frame.layer_start + frame.layer_count):
             out.sent[layer] = frame.token_start + frame.token_count
+        out.began = out.began or time.monotonic()
         out.frames += 1
         out.kv_bytes += frame.bytes
-        self._credit -= frame.bytes
-        self._common.bytes_sent += frame.bytes
+        out.in_flight += frame.bytes
+        self._count(out, frame.bytes)
+        self._common.counters.bytes_sent += frame.bytes
+        self._common.counters.frames_sent += 1
+        self.bytes_sent += frame.bytes
         self.settle(out)
+
+    def _announce_probe(self, size: int) -> None:
+        self._post(Announce(PROBE_TICKET, 0, 0, 0, 0, 0, 0, size))
+        if self._probe is not None:
+            self._probe.sent(time.monotonic())
+        self._count(None, size)
+
+    def _count(self, out: Outgoing | None, size: int) -> None:
+        self.in_flight.append((out, size))
+        self.bytes_in_flight += size
+        self.credit -= size

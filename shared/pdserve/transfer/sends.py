@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +13,10 @@ from pdserve.transfer.attempts import Outgoing
 from pdserve.transfer.common import Common
 from pdserve.transfer.link import Link
 from pdserve.transfer.messages import (
+    PULL_SUFFIX,
     Grant,
+    Granted,
+    PullWanted,
     SendCommitted,
     SendFailed,
     SendStopped,
@@ -31,7 +35,15 @@ class Sends:
         self._common, self._links = common, links
         self._early: OrderedDict[tuple[str, str], Grant | TicketClosed] = OrderedDict()
 
-    def start(self, ticket: str, attempt: int, peer: str, slots: torch.Tensor | Sequence[int], num_tokens: int) -> None:
+    def start(
+        self,
+        ticket: str,
+        attempt: int,
+        peer: str,
+        slots: torch.Tensor | Sequence[int],
+        num_tokens: int,
+        tells_grant: bool = False,
+    ) -> None:
         common = self._common
         layers = common.layout.num_layers
         out = Outgoing(
@@ -43,15 +55,16 @@ class Sends:
             computed=[0] * layers,
             sent=[0] * layers,
             events=[None] * layers,
+            tells_grant=tells_grant,
         )
         with common.lock:
             if common.outgoing.get(ticket) is not None:
                 raise IntegrityError(f"ticket {ticket} is being sent already")
             common.outgoing.add(out)
             match self._early.pop((peer, ticket), None):
-                case Grant(_, granted, held) if granted == attempt:
-                    self._apply(out, held)
-                case Grant(_, granted, _) if granted > attempt:
+                case Grant(_, granted) as grant if granted == attempt:
+                    self._apply(out, grant)
+                case Grant(_, granted) if granted > attempt:
                     self._end(out, SendFailed(ticket, f"attempt {granted} took its place"))
                 case TicketClosed(_, ended, reason) if ended >= attempt:
                     self._end(out, SendFailed(ticket, reason))
@@ -67,7 +80,9 @@ class Sends:
                 if out is None or out.over:
                     continue
                 tokens = min(tokens, out.end)
-                out.unseen += (tokens - out.computed[layer]) * common.layout.layer_token_bytes
+                fresh = (tokens - out.computed[layer]) * common.layout.layer_token_bytes
+                out.unseen += fresh
+                common.counters.bytes_produced += fresh
                 out.computed[layer], out.events[layer] = tokens, event
                 if out.granted and (last or out.unseen >= common.settings.target_bytes):
                     out.unseen = 0
@@ -79,7 +94,7 @@ class Sends:
         with common.lock:
             out = common.outgoing.get(ticket)
             if out is not None and not out.over:
-                out.first_token = first_token
+                out.first_token, out.computed_at = first_token, time.monotonic()
                 if (link := self._links.get(out.peer)) is not None:
                     link.sender.settle(out)
                     link.sender.wake()
@@ -97,18 +112,37 @@ class Sends:
                 self._end(out, SendStopped(ticket))
         common.wire.flush()
 
+    def refuse(self, ticket: str, attempt: int, peer: str, reason: str) -> None:
+        """Nothing will be sent for a grant that came before its ticket."""
+        with self._common.lock:
+            self._early.pop((peer, ticket), None)
+            if (link := self._links.get(peer)) is not None:
+                link.post(TicketClosed(ticket, attempt, reason))
+        self._common.wire.flush()
+
     def on_grant(self, peer: str, grant: Grant) -> None:
         """The peer's pages are there; the ticket may still be to come."""
         out = self._common.outgoing.live(grant.ticket, grant.attempt, peer)
         if out is None:
             self._keep(peer, grant)
+            if grant.ticket.endswith(PULL_SUFFIX):
+                pull = PullWanted(grant.ticket, grant.attempt, peer, grant.tokens_held, grant.tokens_end)
+                self._common.notify(pull)
         else:
-            self._apply(out, grant.tokens_held)
+            self._apply(out, grant)
 
     def on_committed(self, peer: str, ticket: str, attempt: int) -> None:
         out = self._common.outgoing.live(ticket, attempt, peer)
-        if out is not None and out.committed:
-            self._end(out, SendCommitted(ticket, out.kv_bytes))
+        if out is None or not out.committed:
+            return
+        now, counters = time.monotonic(), self._common.counters
+        seconds = now - out.began if out.began else 0.0
+        exposed = min(seconds, now - out.computed_at)
+        if not ticket.endswith(PULL_SUFFIX):  # a pull hides behind nothing, and is not meant to
+            counters.transfers += 1
+            counters.transfer_seconds += seconds
+            counters.exposed_seconds += exposed
+        self._end(out, SendCommitted(ticket, out.kv_bytes, seconds, exposed))
 
     def on_closed(self, peer: str, closed: TicketClosed) -> None:
         """The peer wants no more of a ticket, which may still be to come."""
@@ -136,24 +170,28 @@ class Sends:
         if len(self._early) > MAX_EARLY:
             self._early.popitem(last=False)
 
-    def _apply(self, out: Outgoing, tokens_held: int) -> None:
-        link = self._links.get(out.peer)
+    def _apply(self, out: Outgoing, grant: Grant) -> None:
+        link, tokens_held = self._links.get(out.peer), grant.tokens_held
         if link is None or out.granted:
             return
-        if not 0 <= tokens_held <= out.end:
-            reason = f"{tokens_held} tokens are held of a prompt of {out.end}"
+        if not 0 <= tokens_held <= out.end or grant.tokens_end not in (0, out.end):
+            reason = f"tokens {tokens_held} to {grant.tokens_end or out.end} are wanted of {out.end}"
             self._tell_closed(out, reason)
             self._end(out, SendFailed(out.ticket, reason))
             return
         out.granted = True
+        link.used = time.monotonic()
         out.sent = [tokens_held] * len(out.sent)
         link.sender.admit(out)
+        if out.tells_grant:
+            self._common.notify(Granted(out.ticket, out.attempt, tokens_held))
 
     def _tell_closed(self, out: Outgoing, reason: str) -> None:
         if (link := self._links.get(out.peer)) is not None:
             link.post(TicketClosed(out.ticket, out.attempt, reason))
 
     def _end(self, out: Outgoing, event: TransferEvent) -> None:
+        self._common.counters.send_aborts += not (out.over or isinstance(event, SendCommitted))
         if (link := self._links.get(out.peer)) is not None:
             link.sender.drop(out.ticket)
         self._common.outgoing.end(out, lambda: self._common.notify(event))

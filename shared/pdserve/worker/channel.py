@@ -96,7 +96,7 @@ class AsyncChannel(Generic[In, Out]):
         try:
             length = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))[0]
             return self._decoder.decode(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, ConnectionResetError):
+        except (asyncio.IncompleteReadError, ConnectionError):  # BrokenPipeError, where a write found out first
             return None
 
     async def close(self) -> None:

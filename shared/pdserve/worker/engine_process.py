@@ -18,7 +18,6 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import torch
 
 from pdserve.core.errors import ConfigError, IntegrityError, PdserveError
@@ -28,9 +27,10 @@ from pdserve.engine.block_io import export_blocks, load_blocks
 from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
 from pdserve.engine.fetch import resolve_model
 from pdserve.engine.outputs import Load
+from pdserve.transfer.connect import require, transports_on
 from pdserve.transfer.hub import LinkHub, LinkSettings
-from pdserve.transfer.messages import TransferEvent
-from pdserve.transfer.nccl import require_nccl
+from pdserve.transfer.messages import TransferEvent, TransferReport
+from pdserve.transfer.probe import Done
 from pdserve.worker.channel import Channel
 from pdserve.worker.handoff import Handoff
 from pdserve.worker.messages import (
@@ -43,20 +43,31 @@ from pdserve.worker.messages import (
     ExportBlocks,
     FromEngine,
     IntegrityReport,
+    KvCommitted,
     LinkClosed,
     LinkControl,
     LinkEstablished,
     LinkMessage,
     LinkOpened,
+    LinkProbe,
+    LinkProbed,
+    LinkStats,
     LoadBlocks,
     Progress,
+    Rearm,
     Reserve,
     Shutdown,
     StartPrefill,
     StepDone,
+    TicketMessage,
     ToEngine,
 )
+from pdserve.worker.step_log import StepLog, TransferRecord
 
+# What a new link is measured with: some milliseconds on any fabric.
+PROBE_BYTES = 16 << 20
+DEFAULT_PROBE_BYTES = 32 << 20  # a size, where whoever asks names no amount
+REPORT_PACE = 0.25  # seconds between reports of the links' state
 SEND_BUFFER_BYTES = 4 << 20  # the front may lag some steps behind before a step has to wait for it
 
 
@@ -82,23 +93,27 @@ class EngineLoop:
                 frame_timeout=settings.frame_timeout,
                 transport=settings.kv_transport,
                 hostname=settings.kv_host,
-                sends=settings.role == "prefill",
-                receives=settings.role == "decode",
+                target_bytes=settings.target_bytes,
+                checksum=settings.kv_checksum,
+                probe_bytes=PROBE_BYTES,
             ),
             send_control=lambda peer, epoch, message: links.send(LinkControl(peer, epoch, message)),
-            established=lambda peer, epoch: links.send(LinkEstablished(peer, epoch)),
+            established=self._established,
             closed=lambda peer, epoch, reason: links.send(LinkClosed(peer, epoch, reason)),
             notify=self._notify,
         )
-        if self._built.device.type == "cuda" and settings.kv_transport != "gloo":
-            require_nccl(str(self._built.device))  # now, not when the first link opens
-        self._handoff = Handoff(self._engine, self._hub, channel.send)
+        require(settings.kv_transport, str(self._built.device))  # now, not when the first link opens
+        self._handoff = Handoff(self._engine, self._hub, self._tell_ticket)
         self._number = 0
         self._told: Load | None = None
+        self._reported = TransferReport()
+        self._report_due = 0.0
+        self._report_pending = False
+        self._probes: deque[LinkProbed] = deque()
         self._running = True
         self._link_failure: Exception | None = None
-        self._step_log = settings.step_log
-        self._steps: list[tuple[int, int]] = []
+        self._step_log_path = settings.step_log
+        self._step_log = StepLog() if settings.step_log else None
         channel.send(_started(self._built))
 
     def run(self) -> None:
@@ -114,13 +129,21 @@ class EngineLoop:
                 self._take_in(ready)
                 ready = frozenset()
                 if self._engine.has_work:
-                    self._engine.step()
-                    if self._step_log:
-                        self._steps.append((time.monotonic_ns(), len(self._engine.scheduler.running)))
+                    self._step()
                 self._tell()
+                self._tell_links()
         self._hub.shutdown()
-        if self._step_log:
-            Path(self._step_log).write_bytes(msgspec.json.encode(self._steps))
+        if self._step_log is not None:
+            self._step_log.write(Path(self._step_log_path))
+
+    def _step(self) -> None:
+        if self._step_log is None:
+            self._engine.step()
+            return
+        tickets = [sequence.id for sequence in self._engine.scheduler.running]
+        began = time.monotonic_ns()
+        self._engine.step()
+        self._step_log.step(began, time.monotonic_ns(), tickets)
 
     def _take_in(self, ready: Set[object]) -> None:
         if self._wake_read in ready:
@@ -140,6 +163,7 @@ class EngineLoop:
         now = time.monotonic()
         for late in [s.id for s in self._engine.scheduler if s.deadline is not None and s.deadline <= now]:
             self._handoff.close(late, EndReason.DEADLINE, "the request's time is over")
+        self._handoff.give_up_late(now)
 
     def _handle(self, message: ToEngine) -> None:
         scheduler, kv = self._engine.scheduler, self._built.kv
@@ -148,6 +172,8 @@ class EngineLoop:
                 self._handoff.start_prefill(message)
             case Reserve():
                 self._handoff.reserve(message)
+            case Rearm():
+                self._handoff.rearm(message)
             case CancelTicket(ticket):
                 self._handoff.close(ticket, EndReason.CANCELLED)
             case LoadBlocks(hashes, payload):
@@ -176,6 +202,26 @@ class EngineLoop:
             )
             self._told = load
 
+    def _tell_ticket(self, message: TicketMessage) -> None:
+        self._channel.send(message)
+        if self._step_log is not None and isinstance(message, KvCommitted):
+            record = TransferRecord(message.ticket, message.kv_bytes, message.seconds, message.exposed)
+            self._step_log.transfers.append(record)
+
+    def _tell_links(self) -> None:
+        """Send the state of the links, at a pace that costs nothing, where it changed."""
+        while self._probes:
+            self._link_channel.send(self._probes.popleft())
+        now = time.monotonic()
+        self._report_pending = True  # something happened, or the loop would not be here
+        if now < self._report_due:
+            return
+        report = self._hub.report()
+        self._report_pending = report != self._reported
+        if self._report_pending:
+            self._link_channel.send(LinkStats(report))
+        self._reported, self._report_due = report, now + REPORT_PACE
+
     def _patience(self) -> float | None:
         """How long the loop may wait for something to happen, in seconds; None: for ever."""
         if self._engine.has_work or self._events:
@@ -183,6 +229,10 @@ class EngineLoop:
         deadlines = [
             s.deadline for s in self._engine.scheduler if s.deadline is not None and not self._handoff.closing(s.id)
         ]
+        if self._handoff.deadline is not None:
+            deadlines.append(self._handoff.deadline)
+        if self._report_pending:
+            deadlines.append(self._report_due)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _problem(self) -> str:
@@ -194,11 +244,27 @@ class EngineLoop:
 
     def _on_layer(self, progress: Sequence[tuple[str, int]], layer: int) -> None:
         self._hub.advance(progress, layer)
+        if self._step_log is not None and layer == self._built.layout.num_layers - 1:
+            self._step_log.layer_done(progress, time.monotonic_ns())
 
     def _notify(self, event: TransferEvent) -> None:
         """Called from link threads."""
         self._events.append(event)
         self._wake()
+
+    def _established(self, peer: str, epoch: int) -> None:
+        """Called from a link's thread."""
+        self._link_channel.send(LinkEstablished(peer, epoch))
+        self._wake()
+
+    def _probed(self, peer: str, epoch: int) -> Done:
+        """What is called, by a link's thread and with the links' lock held, once a probe is through."""
+
+        def tell(round_trip: float, samples: list[tuple[int, float]]) -> None:
+            self._probes.append(LinkProbed(peer, epoch, round_trip, samples))
+            self._wake()
+
+        return tell
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # the pipe is full of wake-ups already
@@ -224,6 +290,10 @@ class EngineLoop:
                     self._hub.on_control(peer, epoch, control)
                 case LinkClosed(peer, epoch, reason):
                     self._hub.close(peer, epoch, reason)
+                case LinkProbe(peer, epoch, sizes, amount):
+                    self._hub.probe(peer, epoch, sizes, amount or DEFAULT_PROBE_BYTES, self._probed(peer, epoch))
+                case LinkProbed() | LinkStats():
+                    pass  # only ever sent the other way
                 case LinkEstablished():
                     pass  # only ever sent the other way
 
@@ -242,6 +312,7 @@ def _options(settings: EngineSettings) -> EngineOptions:
         lookahead_tokens=settings.lookahead_tokens,
         attention_backend=settings.attention_backend,
         prefix_caching=settings.enable_prefix_caching,
+        transfer_dtype=settings.kv_transfer_dtype,
     )
 
 
@@ -259,7 +330,7 @@ def _started(built: BuiltEngine) -> EngineStarted:
         total_blocks=built.kv.num_blocks,
         watermark_blocks=built.engine.scheduler.config.watermark_blocks,
         device=_device_name(built.device),
-        transports=["nccl", "gloo"] if cuda else ["gloo"],
+        transports=transports_on(built.device),
         versions=versions,
         notes=built.notes,
     )

@@ -44,7 +44,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True):
     kv_transfer_dtype: str = "auto"
     kv_checksum: bool = False
     enable_prefix_caching: bool = True
-    step_log: str = ""  # file for (end in monotonic ns, running sequences) of each step, written at the end; "": none
+    step_log: str = ""  # file for a StepLog, written at the end; "": none
 
 
 class StartPrefill(msgspec.Struct, frozen=True, tag=True):
@@ -226,6 +226,9 @@ FromEngine = (
     | BlocksExported
     | IntegrityReport
 )
+
+TicketMessage = ReservedPages | AttemptFailed | Rearmed | AlreadyReady | TicketReady | KvCommitted
+"""What a front hands on to its role's service, beside steps."""
 
 # The link pair, both ways.
 

@@ -1,14 +1,14 @@
-"""A ticket moves as its table says, and is ready only when everything has landed."""
+"""A ticket moves as its table says, its older attempts are fenced, and it is ready only when everything has landed."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.core.errors import IntegrityError
-from pdserve.core.ticket import MOVES, Landing, Ticket, TicketState
+from pdserve.core.sequence import EndReason
+from pdserve.core.ticket import MOVES, Landing, Ticket, TicketEvent, TicketState
 
 ENDS = {TicketState.DONE, TicketState.PREEMPTED, TicketState.CANCELLED, TicketState.FAILED}
 
@@ -19,27 +19,67 @@ def test_every_state_can_end_and_every_end_is_freed() -> None:
     assert not MOVES[TicketState.FREED]
     for state in TicketState:
         reached, new = {state}, {state}
-        while new := {after for before in new for after in MOVES[before]} - reached:
+        while new := {after for before in new for after in MOVES[before].values()} - reached:
             reached |= new
         assert TicketState.FREED in reached
     for end in ENDS:
-        assert MOVES[end] == {TicketState.FREED}
+        assert MOVES[end] == {TicketEvent.FREE: TicketState.FREED}
     for state in set(TicketState) - ENDS - {TicketState.FREED}:
-        assert {TicketState.CANCELLED, TicketState.FAILED} <= MOVES[state]
+        assert {TicketState.CANCELLED, TicketState.FAILED} <= set(MOVES[state].values())
 
 
 @pytest.mark.parametrize("state", TicketState)
-@pytest.mark.parametrize("target", TicketState)
-def test_a_move_outside_the_table_raises(state: TicketState, target: TicketState) -> None:
+@pytest.mark.parametrize("event", TicketEvent)
+def test_an_event_outside_the_table_raises(state: TicketState, event: TicketEvent) -> None:
     """The table is the whole truth."""
-    ticket = Ticket("t", 1, Landing(1, 0, 1), state)
-    if target in MOVES[state]:
-        ticket.move(target)
-        assert ticket.state is target
+    ticket = Ticket("t", 1, 4, state=state)
+    if event in MOVES[state]:
+        ticket.on(event)
+        assert ticket.state is MOVES[state][event]
     else:
-        with pytest.raises(IntegrityError):
-            ticket.move(target)
+        with pytest.raises(IntegrityError, match=f"{state}, where nothing can {event}"):
+            ticket.on(event)
         assert ticket.state is state
+
+
+def test_a_reservation_outlives_its_attempts_and_fences_them() -> None:
+    """What an older attempt says changes nothing; what it landed is kept."""
+    ticket = Ticket("t", 1, 10, held=2)
+    assert not ticket.complete(1, 7), "no attempt was granted"
+    ticket.on(TicketEvent.GRANT)
+    assert ticket.attempt_failed(1, 6) and not ticket.attempt_failed(1, 8)
+    assert (ticket.state, ticket.held) == (TicketState.RESERVED, 6)
+    ticket.rearm(2, 11)
+    assert not ticket.complete(1, 7) and not ticket.attempt_failed(1, 11)
+    assert (ticket.state, ticket.attempt, ticket.held) == (TicketState.RECEIVING, 2, 6)
+    assert ticket.attempt_failed(2, 0) and ticket.held == 6
+    ticket.rearm(5, 11)
+    assert ticket.complete(5, 9) and ticket.first_token == 9 and ticket.held == 11
+    assert not ticket.attempt_failed(5, 0) and not ticket.waits_for_kv
+
+
+@pytest.mark.parametrize(("attempt", "end"), [(1, 10), (0, 10), (2, 9)])
+def test_an_attempt_that_is_not_newer_or_is_shorter_is_refused(attempt: int, end: int) -> None:
+    ticket = Ticket("t", 1, 10)
+    with pytest.raises(IntegrityError, match="cannot follow"):
+        ticket.rearm(attempt, end)
+    assert (ticket.state, ticket.attempt, ticket.end) == (TicketState.RESERVED, 1, 10)
+
+
+@pytest.mark.parametrize("state", [s for s in TicketState if s is not TicketState.RESERVED])
+def test_only_a_reservation_without_a_live_attempt_is_rearmed(state: TicketState) -> None:
+    with pytest.raises(IntegrityError):
+        Ticket("t", 1, 10, state=state).rearm(2, 10)
+
+
+@pytest.mark.parametrize("reason", EndReason)
+def test_every_reason_ends_a_ticket(reason: EndReason) -> None:
+    state = TicketState.RESERVED if reason is EndReason.NO_CAPACITY else TicketState.DECODING
+    ticket = Ticket("t", 1, 10, state=state)
+    ticket.finish(reason)
+    assert ticket.over and ticket.state is not TicketState.FREED
+    assert (ticket.state is TicketState.DONE) == reason.answer_complete
+    ticket.on(TicketEvent.FREE)
 
 
 @settings(max_examples=40)
@@ -62,12 +102,17 @@ def test_a_landing_is_complete_exactly_when_all_landed(
         fits = number == landing.frames and not cells & landed and before <= landed
         kept = (landing.frames, list(landing.tokens))
         if fits:
+            landing.check(number, start, count, token, tokens)
+            assert (landing.frames, landing.tokens) == kept, "its bytes are not there yet"
             landing.accept(number, start, count, token, tokens)
             landed |= cells
         else:
-            with pytest.raises(IntegrityError):
-                landing.accept(number, start, count, token, tokens)
-            assert (landing.frames, landing.tokens) == kept
+            for judge in (landing.check, landing.accept):
+                with pytest.raises(IntegrityError):
+                    judge(number, start, count, token, tokens)
+                assert (landing.frames, landing.tokens) == kept
+        whole = next((t for t in range(end) if not {(layer, t) for layer in range(layers)} <= landed), end)
+        assert landing.whole == whole
     assert landing.complete
 
 
@@ -82,85 +127,16 @@ def test_a_frame_outside_the_pages_is_refused(frame: tuple[int, int, int, int, i
 
 def test_counts_that_contradict_raise() -> None:
     """A commit of fewer frames than landed, or of all of them with tokens missing, is no readiness."""
-    ticket = Ticket("t", 1, Landing(1, 0, 4))
-    ticket.landing.accept(0, 0, 1, 0, 2)
-    assert not ticket.ready
-    ticket.commit(1, 7)
+    landing = Landing(1, 0, 4)
+    landing.accept(0, 0, 1, 0, 2)
+    assert not landing.ready
+    landing.commit(1)
     with pytest.raises(IntegrityError, match="not all tokens"):
-        assert ticket.ready
-    ticket.commit(0, 7)
+        assert landing.ready
+    landing.commit(0)
     with pytest.raises(IntegrityError, match="1 frames landed"):
-        assert ticket.ready
-    ticket.commit(2, 7)
-    assert not ticket.ready
-    ticket.landing.accept(1, 0, 1, 2, 2)
-    assert ticket.ready and ticket.first_token == 7
-
-
-class TicketMachine(RuleBasedStateMachine):
-    """Random faults against a plain model: a set of landed cells, and whether the commit came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ticket = Ticket("t", 1, Landing(2, 1, 4))
-        self.cells: set[tuple[int, int]] = set()
-        self.frames = 0
-        self.total: int | None = None
-
-    @property
-    def open(self) -> bool:
-        return self.ticket.state in (TicketState.RESERVED, TicketState.RECEIVING)
-
-    @precondition(lambda self: self.open and self.total is None)
-    @rule(layer=st.integers(0, 1))
-    def land(self, layer: int) -> None:
-        token = self.ticket.landing.tokens[layer]
-        if token == 4:
-            return
-        if self.ticket.state is TicketState.RESERVED:
-            self.ticket.move(TicketState.RECEIVING)
-        self.ticket.landing.accept(self.frames, layer, 1, token, 1)
-        self.cells.add((layer, token))
-        self.frames += 1
-
-    @precondition(lambda self: self.open and len(self.cells) == 6)
-    @rule()
-    def commit(self) -> None:
-        self.total = self.frames
-        self.ticket.commit(self.frames, 5)
-
-    @precondition(lambda self: self.open and self.ticket.ready)
-    @rule()
-    def take(self) -> None:
-        self.ticket.move(TicketState.READY)
-
-    @precondition(lambda self: self.ticket.state is TicketState.RECEIVING)
-    @rule()
-    def rearm(self) -> None:
-        self.ticket.move(TicketState.RESERVED)
-        self.ticket.attempt += 1
-        self.ticket.landing = Landing(2, 1, 4)
-        self.ticket.frame_count = self.ticket.first_token = self.total = None
-        self.cells, self.frames = set(), 0
-
-    @rule(to=st.sampled_from(TicketState))
-    def drive(self, to: TicketState) -> None:
-        """Any move; those of the transfer itself are made above."""
-        allowed = to in MOVES[self.ticket.state]
-        if allowed and to in (TicketState.RECEIVING, TicketState.READY, TicketState.RESERVED):
-            return
-        before = self.ticket.state
-        try:
-            self.ticket.move(to)
-            assert allowed
-        except IntegrityError:
-            assert not allowed and self.ticket.state is before
-
-    @invariant()
-    def readiness_is_everything(self) -> None:
-        assert self.ticket.ready == (self.total is not None and len(self.cells) == 6)
-        decoding = self.ticket.state in (TicketState.READY, TicketState.DECODING, TicketState.HANDING_OFF)
-        assert not decoding or self.ticket.ready, "nobody decodes from KV that is not there"
-
-
-TestTicket = TicketMachine.TestCase
+        assert landing.ready
+    landing.commit(2)
+    assert not landing.ready
+    landing.accept(1, 0, 1, 2, 2)
+    assert landing.ready

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.ticket import Landing
-from pdserve.policy.transfer_plan import DeficitRoundRobin, Frame, next_frame
+from pdserve.policy.transfer_plan import DeficitRoundRobin, Frame, Wire, next_frame
 
 
 def frame(computed: list[int], sent: list[int], size: int = 100, target: int = 0, flush: bool = False) -> Frame | None:
     """With 10 bytes to a token of a layer."""
-    return next_frame(computed, sent, layer_token_bytes=10, max_bytes=size, target_bytes=target, flush=flush)
+    return next_frame(computed, sent, wire=Wire(10), max_bytes=size, target_bytes=target, flush=flush)
 
 
 def test_neighbouring_layers_share_a_frame() -> None:

@@ -81,7 +81,9 @@ class Side:
 
     # The link's half that a Handoff sees.
 
-    def start_send(self, ticket: str, attempt: int, peer: str, slots: torch.Tensor, num_tokens: int) -> None:
+    def start_send(
+        self, ticket: str, attempt: int, peer: str, slots: torch.Tensor, num_tokens: int, tells_grant: bool = False
+    ) -> None:
         self.link.sends[ticket] = (slots, [0] * 2)
 
     def advance(self, tickets: Sequence[tuple[str, int]], layer: int) -> None:

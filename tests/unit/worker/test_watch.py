@@ -5,20 +5,37 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from itertools import pairwise
 
 import grpc
 import grpc.aio
 import pytest
+from msgspec.structs import replace
 
 from pdserve.core.errors import Unavailable
 from pdserve.rpc.channel import connect
 from pdserve.rpc.errors import RpcError, error_from_call
 from pdserve.rpc.server import GrpcServer
 from pdserve.rpc.settings import ServiceSettings
+from pdserve.transfer.messages import LinkReport, TransferReport
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker import watch
-from pdserve.worker.watch import WatchBoard, WorkerServicer
+from pdserve.worker.watch import WatchBoard, WorkerServicer, links_to_proto
 
+LINK = LinkReport(
+    peer="a",
+    epoch=9,
+    transport="gloo",
+    path="loopback",
+    degraded="why",
+    bytes_sent=1,
+    bytes_received=2,
+    bytes_in_flight=3,
+    frames_in_flight=4,
+    credit=5,
+    bytes_per_second=6.0,
+    round_trip=0.25,
+)
 SNAPSHOT = worker_pb2.WorkerSnapshot(worker_id="w", incarnation="i")
 
 
@@ -63,6 +80,58 @@ async def test_loads_replace_each_other_and_only_the_last_change_of_a_hash_is_to
         board.publish(load(3), [digest(2)], [digest(2)])  # evicted and stored again
         delta = (await following(updates)).delta
         assert delta.load.steps == 3 and list(delta.stored) == [digest(2)] and list(delta.removed) == [digest(1)]
+
+
+def table(bandwidth: float) -> worker_pb2.LinkTable:
+    return links_to_proto(TransferReport(links=[replace(LINK, peer="b"), replace(LINK, bytes_per_second=bandwidth)]))
+
+
+def test_a_report_becomes_a_table_by_peer() -> None:
+    """Every field of a link has its own place in it."""
+    states = table(7.0).links
+    assert [state.peer for state in states] == ["a", "b"]
+    one = states[1]
+    assert (one.transport, one.path, one.degraded) == ("gloo", "loopback", "why")
+    assert (one.bytes_sent, one.bytes_received, one.bytes_in_flight, one.frames_in_flight) == (1, 2, 3, 4)
+    assert (one.credit_bytes, one.bytes_per_second, one.round_trip_seconds) == (5, 6.0, 0.25)
+    assert states[0].bytes_per_second == 7.0
+
+
+async def test_a_new_watcher_has_the_link_table_and_later_ones_only_where_it_changed() -> None:
+    board = started()
+    board.publish_links(table(1.0))
+    async with aclosing(board.watch()) as updates:  # type: ignore[type-var]
+        await following(updates)
+        assert (await following(updates)).delta.links == table(1.0)
+        board.publish(load(1))
+        assert not (await following(updates)).delta.HasField("links")
+
+
+async def test_links_that_change_often_are_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeat brings what had to wait; in between nothing is told, and nothing is lost."""
+    monkeypatch.setattr(watch, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(watch, "LINKS_PACE", 0.1)
+    board, loop = started(), asyncio.get_running_loop()
+    told: list[tuple[float, float]] = []
+    async with aclosing(board.watch()) as updates:  # type: ignore[type-var]
+        await following(updates)
+        bandwidth = 0.0
+        while not told or told[-1][1] < 20:
+            if bandwidth < 20:
+                board.publish_links(table(bandwidth := bandwidth + 1))
+            delta = (await following(updates)).delta
+            if delta.HasField("links"):
+                told.append((loop.time(), delta.links.links[0].bytes_per_second))
+    times, values = zip(*told, strict=True)
+    assert all(later - sooner > 0.09 for sooner, later in pairwise(times))
+    assert values[0] == 1 and values[-1] == 20
+
+
+async def test_the_first_table_comes_also_where_there_are_no_links() -> None:
+    """So that a watcher forgets the links of the worker's life before."""
+    async with aclosing(started().watch()) as updates:  # type: ignore[type-var]
+        await following(updates)
+        assert (await following(updates)).delta.HasField("links")
 
 
 async def test_an_idle_worker_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

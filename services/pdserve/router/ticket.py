@@ -1,0 +1,212 @@
+"""One try of a request: a ticket on a pair of workers, from submitting it to letting go of it.
+
+The ticket's prefill half may be replaced while its reservation stands, each time under the next attempt number: find
+a worker, rearm, and once the decode worker has agreed, prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Self
+
+import structlog
+
+from pdserve.core.errors import PdserveError, Unavailable
+from pdserve.core.sequence import SequenceSpec
+from pdserve.router.attempt import run_prefill
+from pdserve.router.dispatch import Assignment
+from pdserve.router.events import Ended, Event, Lost, NewToken, PrefillFailed, PrefillPlaced, Reserved
+from pdserve.rpc.convert import spec_to_proto
+from pdserve.v1 import prefill_pb2
+
+log = structlog.get_logger(__name__)
+
+Stamped = tuple[int, Event]
+# Seconds that a prefill call has to end by itself once the decode worker has given its attempt up: it may have the
+# answer's only token, or knows why. One that hangs is taken for failed then.
+FAREWELL = 0.25
+# Seconds for the decode worker's answer to a Rearm; its engine reads between two steps.
+ANSWER = 5.0
+
+
+class Ticket:
+    """A scope: entering submits to the decode worker and starts the prefill, at the same time; leaving cancels
+    whatever still runs and takes the request off all ledgers.
+
+    Events are stamped (monotonic nanoseconds) as they come, since whoever reads them may be held up by a slow client.
+    Their number is bounded by what the sequence may still produce; a worker that sends more loses the ticket.
+    """
+
+    def __init__(self, assignment: Assignment, spec: SequenceSpec) -> None:
+        self.id = secrets.token_hex(16)
+        self.assignment = assignment
+        self.started = time.monotonic_ns()
+        self.attempt = 1
+        self._spec = spec
+        # By attempt: how many tokens were given, and to which prefill worker.
+        self._given = {1: len(spec.token_ids)}
+        self._prefill_ids = {1: assignment.prefill.worker_id if assignment.prefill else ""}
+        self._events: asyncio.Queue[Stamped] = asyncio.Queue()
+        self._room = spec.params.max_tokens + spec.prompt_len - len(spec.token_ids) + 1
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._prefill: asyncio.Task[None] | None = None
+        self._placing: asyncio.Task[None] | None = None
+        self._placed: Assignment | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # At assignment time the workers were connected; what they are now may be another connection.
+        self._session = assignment.decode.session if assignment.decode else None
+        self._channel = assignment.prefill.channel if assignment.prefill else None
+
+    @property
+    def given(self) -> int:
+        """How many tokens the attempt was given: the first one that it makes stands at this position."""
+        return self._given[self.attempt]
+
+    @property
+    def prefill_worker_id(self) -> str:
+        """The attempt's prefill worker; empty where there is none."""
+        return self._prefill_ids[self.attempt]
+
+    async def __aenter__(self) -> Self:
+        decode = self.assignment.decode
+        if decode is not None:
+            if self._session is None:
+                self._put(Lost(f"connection to {decode.worker_id} lost"))
+            else:
+                self._session.submit(self.id, self.attempt, self._spec, self.prefill_worker_id, self._put)
+        if self.assignment.prefill is not None:
+            self._start_prefill()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            self._session.cancel(self.id)
+        self.stop_placing()
+        self._end_prefill()
+        self.assignment.release()
+        # Their ends are local: calls are cancelled, nobody is waited for.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.stop_placing()
+
+    async def next_events(self) -> list[Stamped]:
+        """All events there are, at least one, in order."""
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return events
+
+    def given_up(self, reason: str) -> None:
+        """The decode worker expects no more KV of this attempt: its prefill call fails in a moment, or counts as
+        failed."""
+        self._after(FAREWELL, PrefillFailed(self.attempt, Unavailable(reason)))
+
+    def place_prefill(self, place: Callable[[], Awaitable[Assignment]]) -> None:
+        """Find a prefill worker for the next attempt; PrefillPlaced tells what came of it."""
+        self._placing = self._spawn(self._place(place), "place")
+
+    def stop_placing(self) -> None:
+        """Look for no other prefill worker, and let go of one that was found. May be called again."""
+        if self._placing is not None:
+            self._placing.cancel()
+            self._placing = None
+        if self._placed is not None:
+            self._placed.release()
+            self._placed = None
+
+    def rearm(self, spec: SequenceSpec) -> None:
+        """Ask the decode worker for the next attempt at `spec`, by the prefill worker that was found.
+
+        Where none was looked for, since the KV is complete, the answer will be AlreadyReady.
+        """
+        self._end_prefill()
+        worker_id, found = self.prefill_worker_id, self._placed
+        if found is not None and found.prefill is not None:
+            self._placed = None
+            self.assignment.replace_prefill(found)
+            worker_id, self._channel = found.prefill.worker_id, found.prefill.channel
+        self.attempt += 1
+        self._spec = spec
+        self._given[self.attempt] = len(spec.token_ids)
+        self._prefill_ids[self.attempt] = worker_id
+        if self._session is not None:
+            self._session.rearm(self.id, self.attempt, spec, worker_id)
+        self._after(ANSWER, Lost(f"the decode worker did not answer a Rearm within {ANSWER} s"))
+
+    def rearmed(self) -> None:
+        """The decode worker agreed: from now on something may be sent for the attempt."""
+        self._after(None)
+        self._start_prefill()
+
+    def back_to(self, attempt: int) -> bool:
+        """An older attempt had completed: it is the one that counts, and no prefill worker is needed any more. False
+        where there never was such an attempt."""
+        if attempt not in self._given:
+            return False
+        self.attempt = attempt
+        self._after(None)
+        if self.assignment.prefill_entry is not None:
+            self.assignment.prefill_entry.close()
+        return True
+
+    def _start_prefill(self) -> None:
+        prefill, decode = self.assignment.prefill, self.assignment.decode
+        assert prefill is not None
+        if self._channel is None:
+            self._put(PrefillFailed(self.attempt, Unavailable(f"connection to {prefill.worker_id} lost")))
+            return
+        request = prefill_pb2.PrefillRequest(
+            ticket=self.id,
+            attempt=self.attempt,
+            sequence=spec_to_proto(self._spec),
+            decode_worker_id=decode.worker_id if decode else "",
+            decode_endpoint=decode.snapshot.endpoint if decode and decode.snapshot else "",
+        )
+        work = run_prefill(self._channel, request, self._spec.time_remaining, self.assignment.prefill_entry, self._put)
+        self._prefill = self._spawn(work, "prefill")
+
+    def _put(self, event: Event) -> None:
+        """Take an event, from the session's reader: never waits."""
+        decode_entry = self.assignment.decode_entry
+        if isinstance(event, NewToken):
+            self._room -= 1
+            if self._room < 0:
+                event = Lost("the decode worker sent more tokens than the sequence may have")
+            elif self.assignment.prefill is None and decode_entry is not None:
+                decode_entry.prefilled()
+        elif isinstance(event, Reserved) and decode_entry is not None:
+            decode_entry.settled()
+        elif isinstance(event, Ended | Lost) and decode_entry is not None:
+            decode_entry.close()
+        self._events.put_nowait((time.monotonic_ns(), event))
+
+    async def _place(self, place: Callable[[], Awaitable[Assignment]]) -> None:
+        try:
+            self._placed = await place()
+            self._put(PrefillPlaced())
+        except PdserveError as error:
+            self._put(PrefillPlaced(str(error)))
+        except Exception as error:  # a bug must not leave the request waiting for its deadline
+            log.error("placing_failed", error=repr(error), exc_info=error)
+            self._put(PrefillPlaced(repr(error)))
+
+    def _after(self, seconds: float | None, event: Event | None = None) -> None:
+        """Put `event` in some seconds, unless called again before: one thing at a time is waited for."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if seconds is not None and event is not None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._put, event)
+
+    def _end_prefill(self) -> None:
+        self._after(None)
+        if self._prefill is not None:
+            self._prefill.cancel()
+            self._prefill = None
+
+    def _spawn(self, work: Coroutine[Any, Any, None], kind: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"{kind} {self.id[:8]}")
+        self._tasks.add(task)
+        return task
