@@ -85,17 +85,21 @@ class Engine:
         self._pumps = [asyncio.create_task(pump, name=f"pump of {self.name}") for pump in pumps]
 
     async def close(self) -> None:
-        """End the process, whatever state it is in."""
+        """End the process, whatever state it is in, without the time that a process takes to end by itself."""
         self.alive = False
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
-        self.signal(signal.SIGCONT)
+        if self._pumps:
+            self.signal(signal.SIGKILL)
         await self._stack.aclose()
 
     def signal(self, number: int, *, deadly: bool = False) -> None:
+        """`deadly`: the process will die of it, and with it its links."""
         if deadly:
             self._fabric.expected_deaths.add(self.name)
+            for cable in self._fabric.cables_of(self):
+                cable.doomed = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
@@ -303,6 +307,10 @@ class Fabric:
     def cable(self, one: str, other: str) -> Cable:
         return self.cables[frozenset((one, other))]
 
+    def cables_of(self, engine: Engine) -> list[Cable]:
+        """Those that are not over."""
+        return [cable for cable in self.cables.values() if engine in cable.ends and not cable.over.is_set()]
+
     def on_link(self, engine: Engine, message: m.LinkMessage) -> None:
         """What an engine says on its link pair; what is about older links is dropped, as by a front."""
         if isinstance(message, m.LinkStats):
@@ -324,10 +332,9 @@ class Fabric:
         if engine.name not in self.expected_deaths:
             self.problems.append(f"{engine.name} died: {reason}")
         self.expected_deaths.discard(engine.name)
-        for cable in self.cables.values():
-            if engine in cable.ends and not cable.over.is_set():
-                cable.doomed = True
-                cable.end(f"{engine.name}: stream reset")
+        for cable in self.cables_of(engine):
+            cable.doomed = True
+            cable.end(f"{engine.name}: stream reset")
         for inbox in self.inboxes.values():
             inbox.put_nowait((engine.name, Died(reason)))
 

@@ -16,6 +16,7 @@ from tests.chaos.engines import BLOCK, CHUNK, PATIENCE, Died, Engine, Event, Fab
 from tests.integration.suites import prompt
 
 ANSWER = 24  # tokens at most
+AT_ONCE = 16  # that a lone engine computes
 MAX_TRIES, MAX_ATTEMPTS = 6, 8
 EPSILON = 1e-3  # prompts whose greedy choice is as close as this are left out
 GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
@@ -53,7 +54,7 @@ async def references(fabric: Fabric, engine: Engine, texts: Iterable[tuple[int, 
     tickets = {f"reference-{number}": tokens for number, tokens in enumerate(texts)}
     params = replace(GREEDY, logprobs=2)
     answers: dict[str, list[TokenOut]] = {ticket: [] for ticket in tickets}
-    window = asyncio.Semaphore(engine.settings.max_num_seqs // 2)
+    window = asyncio.Semaphore(AT_ONCE)
 
     async def ask(ticket: str, tokens: tuple[int, ...]) -> None:
         async with window, asyncio.timeout(3 * PATIENCE):

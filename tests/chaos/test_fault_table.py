@@ -154,7 +154,9 @@ class Bench:
                 announced.set()
             return message if tell else None
 
-        self.cable.tap, self.cable.doomed = tap, True
+        self.cable.tap = tap
+        for cable in self.fabric.cables.values():  # the other one may have a frame of its probe in flight
+            cable.doomed = True
         ticket, request = self.begin()
         async with asyncio.timeout(PATIENCE):
             await announced.wait()
@@ -235,6 +237,7 @@ async def test_a_decode_engine_stops_with_a_frame_in_flight(bench: Bench) -> Non
     assert AT_ONCE < time.monotonic() - began < LEASE
     bench.d0.thaw()
     await bench.failed(ticket)
+    await bench.relink()
     await bench.rearm(ticket, request, "p1")
 
 

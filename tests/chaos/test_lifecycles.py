@@ -139,11 +139,8 @@ class Nemesis:
     async def _kill(self, name: str, peers: tuple[str, ...]) -> None:
         """A process dies and is started anew, with new links."""
         self._busy.add(name)
-        for peer in peers:
-            if not (cable := self.fabric.cable(name, peer)).over.is_set():
-                cable.doomed = True
-                self.cuts[peer] += 1
         engine = self.fabric[name]
+        self.cuts.update(cable.other(engine).name for cable in self.fabric.cables_of(engine))
         await engine.kill()
         self.cuts[name] = 0
         await engine.start()

@@ -83,6 +83,7 @@ class Assignment:
     decode: Worker | None
     prefill_entry: Entry | None
     decode_entry: Entry | None
+    decode_tokens_held: int = 0  # leading tokens that the decode worker probably has in its cache
 
     def replace_prefill(self, other: Assignment) -> None:
         """Another prefill worker's half takes the place of ours, which is taken off its ledger."""
@@ -231,6 +232,8 @@ class Dispatcher:
             blocks = decode.layout.blocks_for(reserved_tokens(tokens, waiting.remaining, lookahead))
             local = tokens if prefill is None else 0
             assignment.decode_entry = decode.ledger.add(tokens, local, blocks)
+            held = decode.leading_blocks(waiting.hashes.get(decode.layout, []))
+            assignment.decode_tokens_held = held * decode.layout.block_size
         return assignment
 
     def _placed(self, name: str, others_wait: bool) -> None:

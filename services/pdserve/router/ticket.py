@@ -163,6 +163,7 @@ class Ticket:
             sequence=spec_to_proto(self._spec),
             decode_worker_id=decode.worker_id if decode else "",
             decode_endpoint=decode.snapshot.endpoint if decode and decode.snapshot else "",
+            decode_tokens_held=self.assignment.decode_tokens_held,
         )
         work = run_prefill(self._channel, request, self._spec.time_remaining, self.assignment.prefill_entry, self._put)
         self._prefill = self._spawn(work, "prefill")

@@ -52,6 +52,7 @@ class Engine:
     ) -> None:
         self.scheduler = Scheduler(layout, runner.kv.num_blocks, config, runner.copy_block)
         self.steps = 0
+        self.on_forward: Callable[[], None] | None = None  # called after the last layer of each step
         self.prefill_rate = 0.0  # prompt tokens a second in steps that compute prompts, smoothed; 0: none yet
         self._runner = runner
         self._on_layer = on_layer
@@ -124,7 +125,7 @@ class Engine:
             return
         began = time.time_ns()
         self._start_clocks(batch)
-        sampled = self._runner.run(batch, self._layer_hook(batch))
+        sampled = self._runner.run(batch, self._layer_hook(batch), self.on_forward)
         self.steps += 1
         self._postprocess(batch, sampled, began)
 

@@ -25,11 +25,17 @@ class Runner:
     device: torch.device
 
     @torch.inference_mode()
-    def run(self, batch: Sequence[Scheduled], on_layer: Callable[[int], None] | None) -> list[SampledToken]:
+    def run(
+        self,
+        batch: Sequence[Scheduled],
+        on_layer: Callable[[int], None] | None,
+        on_forward: Callable[[], None] | None = None,
+    ) -> list[SampledToken]:
         """Compute a batch and sample the next token of each sequence that reaches its last one, in batch order.
 
-        `on_layer(i)` is called in the layer loop, once the batch's KV of layer i is written (on CUDA: queued). The
-        one synchronisation with the device is reading the sampled tokens at the end.
+        `on_layer(i)` is called in the layer loop, once the batch's KV of layer i is written (on CUDA: queued), and
+        `on_forward` after the last layer. The one synchronisation with the device is reading the sampled tokens at the
+        end.
         """
         spans = [(s.sequence, s.sequence.num_computed, s.sequence.num_computed + s.count) for s in batch]
         tokens = [token for sequence, start, end in spans for token in sequence.tokens[start:end]]
@@ -38,6 +44,8 @@ class Runner:
         hidden = self.model.forward(
             self._tensor(tokens), self._tensor(positions), self.kv, self.attention.build(chunks, self.kv), on_layer
         )
+        if on_forward is not None:
+            on_forward()
         ends = list(accumulate(scheduled.count for scheduled in batch))
         rows = [end - 1 for end, scheduled in zip(ends, batch, strict=True) if scheduled.samples]
         if not rows:

@@ -12,7 +12,7 @@ ENVIRONMENT = {
     # lock that the next operation and the group's destructor need.
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     # No flight recorder: it takes the GIL for a Python backtrace at every operation.
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
     # A non-blocking communicator's init gives up after so many seconds; an abort has to wait for it.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": f"{INIT_PATIENCE:.0f}",
 }

@@ -114,6 +114,8 @@ class EngineLoop:
         self._link_failure: Exception | None = None
         self._step_log_path = settings.step_log
         self._step_log = StepLog() if settings.step_log else None
+        if self._step_log is not None:
+            self._engine.on_forward = self._step_log.forward_done
         channel.send(_started(self._built))
 
     def run(self) -> None:
@@ -244,8 +246,6 @@ class EngineLoop:
 
     def _on_layer(self, progress: Sequence[tuple[str, int]], layer: int) -> None:
         self._hub.advance(progress, layer)
-        if self._step_log is not None and layer == self._built.layout.num_layers - 1:
-            self._step_log.layer_done(progress, time.monotonic_ns())
 
     def _notify(self, event: TransferEvent) -> None:
         """Called from link threads."""

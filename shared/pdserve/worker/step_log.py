@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,22 +29,24 @@ class TransferRecord(msgspec.Struct, frozen=True, array_like=True):
 class StepLog(msgspec.Struct):
     """Times are monotonic nanoseconds, which all processes of a machine share.
 
-    `computed`: by ticket, when the last layer of its newest chunk had its KV. `joined`: when the first step that it had
-    part in began.
+    `computed`: by ticket, when the newest step that it had part in ended its last layer, before tokens are sampled.
+    `joined`: when the first one began.
     """
 
     steps: list[StepRecord] = []
     computed: dict[str, int] = {}
     joined: dict[str, int] = {}
     transfers: list[TransferRecord] = []
+    forward: int = 0
 
-    def layer_done(self, progress: Iterable[tuple[str, int]], now: int) -> None:
-        """The last layer's KV exists for a chunk of these tickets."""
-        self.computed.update((ticket, now) for ticket, _ in progress)
+    def forward_done(self) -> None:
+        """The last layer of the step that runs is computed."""
+        self.forward = time.monotonic_ns()
 
     def step(self, began: int, ended: int, tickets: Sequence[str]) -> None:
         """A step ran these tickets."""
         self.steps.append(StepRecord(began, ended, len(tickets)))
+        self.computed.update(dict.fromkeys(tickets, self.forward))
         for ticket in tickets:
             self.joined.setdefault(ticket, began)
 

@@ -25,7 +25,6 @@ from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.sampler import SampledToken
 from pdserve.engine.scheduler import Scheduled, SchedulerConfig
 from pdserve.transfer import messages as m
-from pdserve.transfer.attempts import Incoming
 from pdserve.transfer.common import Common, LinkSettings, Wire
 from pdserve.transfer.pages import PageMover
 from pdserve.transfer.receiver import Receiver
@@ -62,7 +61,7 @@ class Computer:
 
     kv: Pages
 
-    def run(self, batch: Sequence[Scheduled], on_layer: object) -> list[SampledToken]:
+    def run(self, batch: Sequence[Scheduled], *_: object) -> list[SampledToken]:
         for item in batch:
             sequence = item.sequence
             for position in range(sequence.num_computed, sequence.num_computed + item.count):
@@ -99,6 +98,7 @@ class Model:
     """What the test knows of one ticket."""
 
     family: int
+    prompt_len: int
     given: int
     peer: str | None
     attempt: int = 1
@@ -121,7 +121,7 @@ class Model:
 
 
 class TicketMachine(RuleBasedStateMachine):
-    """`turn` is one round of the engine loop; between two of them links and routers do what they like."""
+    """`turn` is what the engine loop does; between two of them links and routers do what they like."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,33 +145,36 @@ class TicketMachine(RuleBasedStateMachine):
 
     # Links.
 
-    @initialize()
-    def up(self) -> None:
-        self.link_up("p0")
+    @initialize(families=st.lists(st.integers(1, 3), min_size=2, max_size=2), lengths=st.lists(
+        st.integers(3, 9), min_size=2, max_size=2))  # fmt: skip
+    def begin(self, families: list[int], lengths: list[int]) -> None:
+        for peer, family, length in zip(PEERS, families, lengths, strict=True):
+            self.link_up(peer)
+            self.reserve(family, length, peer)
 
-    @rule(peer=st.sampled_from(PEERS))
     def link_up(self, peer: str) -> None:
         if peer not in self.links:
             with self.common.lock:
                 link = self.links[peer] = FakeLink(peer, self.common)
                 self.receives.on_link(cast(Any, link))
 
-    @rule(peer=st.sampled_from(PEERS))
+    @rule(peer=st.sampled_from([*PEERS, "", ""]))
     def link_down(self, peer: str) -> None:
         if (link := self.links.get(peer)) is not None:
             with self.common.lock:
                 del self.links[peer]
                 link.receiver.close()
                 self.receives.fail(peer, "link lost")
+            for model in self.tickets.values():
+                if model.peer == peer:
+                    model.drop()
             self.gone.append(link)
 
     # Routers.
 
-    @precondition(lambda self: len(self.open) < 4)
-    @rule(family=st.integers(1, 3), length=st.integers(1, 9), peer=st.sampled_from([*PEERS, None]))
     def reserve(self, family: int, length: int, peer: str | None) -> None:
         ticket = f"t{len(self.tickets)}"
-        self.tickets[ticket] = Model(family, length, peer)
+        self.tickets[ticket] = Model(family, length, length, peer)
         self.handoff.reserve(w.Reserve(ticket, 1, self.spec(family, length, length), peer))
         self.hear()
 
@@ -181,11 +184,12 @@ class TicketMachine(RuleBasedStateMachine):
     def rearm(self, pick: int, more: int, ahead: int, peer: str) -> None:
         ticket = self.open[pick % len(self.open)]
         model = self.tickets[ticket]
-        newest = model.asked.attempt if model.asked else model.attempt
-        given = len(model.asked.spec.token_ids) if model.asked else model.given
-        prompt_len = len(self.handoff_spec(ticket).token_ids[: model_prompt(self, ticket)])
-        message = w.Rearm(ticket, newest + ahead, self.spec(model.family, given + more, prompt_len), peer)
-        done = bool(self.known_ready(ticket))
+        newest, given = model.attempt, model.given
+        if model.asked is not None:
+            newest, given = model.asked.attempt, len(model.asked.spec.token_ids)
+        given = min(given + more, model.prompt_len + ANSWER - 1)
+        message = w.Rearm(ticket, newest + ahead, self.spec(model.family, given, model.prompt_len), peer)
+        done = self.known_ready(ticket)
         over = model.cancelled or ticket not in self.engine.scheduler
         if not over and not done:
             if ahead and model.peer is not None:
@@ -208,32 +212,33 @@ class TicketMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.receiving)
     @rule(pick=st.integers(0, 9), layer=st.integers(0, 1), layers=st.integers(1, 2), count=st.integers(1, 9),
-          number=st.sampled_from([0, 0, 0, 0, 0, 0, -1, 1]), meanwhile=st.sampled_from(
+          flaw=st.sampled_from(["", "", "", "", "", "number", "repeat", "gap"]), meanwhile=st.sampled_from(
               ["", "", "", "cancel", "rearm", "link_down", "close", "turn"]))  # fmt: skip
-    def frame(self, pick: int, layer: int, layers: int, count: int, number: int, meanwhile: str) -> None:
-        """The next frame, or one that repeats or skips a number; things may happen while it is copied."""
+    def frame(self, pick: int, layer: int, layers: int, count: int, flaw: str, meanwhile: str) -> None:
+        """The next frame of one or both layers, and another one that may not fit, or while which things happen."""
         ticket = self.receiving[pick % len(self.receiving)]
         model = self.tickets[ticket]
-        at = min(model.landed[layer:]) if layers > 1 else model.landed[layer]
-        stop = layer + 1 if layers == 1 or layer or model.landed[0] != model.landed[1] else 2
-        at = model.landed[layer]
+        if (at := model.landed[1 - layer]) < model.given:
+            self.deliver(ticket, model, model.frames, range(1 - layer, 2 - layer), range(at, at + 1), True, "")
+        if layer or model.landed[0] != model.landed[1]:
+            layers = 1
+        at = model.landed[layer] + {"gap": 1, "repeat": -1}.get(flaw, 0)
         count = min(count, model.given - at)
-        if count <= 0:
-            return
-        fits = number == 0
-        self.deliver(ticket, model, model.frames + number, range(layer, stop), range(at, at + count), fits, meanwhile)
+        if count > 0 and at >= 0:
+            number = model.frames + (flaw == "number")
+            tokens = range(at, at + count)
+            self.deliver(ticket, model, number, range(layer, layer + layers), tokens, not flaw, meanwhile)
 
     @precondition(lambda self: self.receiving)
-    @rule(pick=st.integers(0, 9), meanwhile=st.sampled_from(["", "", "cancel", "rearm", "link_down"]))
-    def rest(self, pick: int, meanwhile: str) -> None:
+    @rule(pick=st.integers(0, 9))
+    def rest(self, pick: int) -> None:
         """All that is missing, and the commit."""
         ticket = self.receiving[pick % len(self.receiving)]
         model = self.tickets[ticket]
-        for layer in range(LAYOUT.num_layers):
-            at = model.landed[layer]
-            if self.live(ticket) and at < model.given:
+        for layer, at in enumerate(model.landed):
+            if at < model.given:
                 self.deliver(ticket, model, model.frames, range(layer, layer + 1), range(at, model.given), True, "")
-        self.commit(pick=self.receiving.index(ticket), off=0) if ticket in self.receiving else None
+        self.commit(self.receiving.index(ticket), 0)
 
     @precondition(lambda self: self.receiving)
     @rule(pick=st.integers(0, 9), off=st.sampled_from([0, 0, 0, 1, -1]))
@@ -267,7 +272,9 @@ class TicketMachine(RuleBasedStateMachine):
     def late(self, pick: int, peer: str) -> None:
         """A frame or a commit of an attempt that is over comes, from its own peer or another one, or over a link that
         is gone."""
-        message = self.stale[pick % len(self.stale)]
+        replaced = [s for s in self.stale if self.live(s.ticket) and s.attempt < self.tickets[s.ticket].attempt]
+        chosen = replaced or self.stale
+        message = chosen[pick % len(chosen)]
         model = self.tickets[message.ticket]
         if self.live(message.ticket) and message.attempt == model.attempt and peer == model.peer:
             return
@@ -282,7 +289,21 @@ class TicketMachine(RuleBasedStateMachine):
 
     # The engine loop.
 
-    @rule()
+    @rule(family=st.integers(1, 3), length=st.integers(1, 9), peer=st.sampled_from([*PEERS, *PEERS, None]),
+          heals=st.sampled_from([True, True, False]))  # fmt: skip
+    def round(self, family: int, length: int, peer: str | None, heals: bool) -> None:
+        """A turn in a world that goes on: links come back, what failed is rearmed, and there are new requests."""
+        self.turn()
+        if heals:
+            for name in PEERS:
+                self.link_up(name)
+            for pick, ticket in enumerate(self.open):
+                model = self.tickets[ticket]
+                if not (model.peer is None or model.live or model.asked or model.ready or model.cancelled):
+                    self.rearm(pick, length % 3, 1, PEERS[length % 2])
+        if len(self.open) < 3:
+            self.reserve(family, length, peer)
+
     def turn(self) -> None:
         """Take in what links said, and run a step."""
         while self.events:
@@ -342,10 +363,6 @@ class TicketMachine(RuleBasedStateMachine):
         waiting = any(isinstance(event, m.KvReady) and event.ticket == ticket for event in self.events)
         return bool(model.ready) and not waiting
 
-    def handoff_spec(self, ticket: str) -> SequenceSpec:
-        found = self.engine.scheduler.get(ticket)
-        return found[0].spec if found else self.spec(1, 99, 1)
-
     def spec(self, family: int, length: int, prompt_len: int) -> SequenceSpec:
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
         return SequenceSpec("r", (family,) * length, prompt_len, params)
@@ -375,7 +392,7 @@ class TicketMachine(RuleBasedStateMachine):
                         self.receives.on_closed(str(model.peer), m.TicketClosed(ticket, attempt, "stopped"))
                 case "turn":
                     self.turn()
-            assert self.holds(ticket, tokens), "pages left their ticket while a frame was put in them"
+            assert self.holds(ticket), "pages left their ticket while a frame was put in them"
 
         self.kv.meanwhile = during
         # The model counts it first: whatever is told afterwards comes after the copy.
@@ -387,7 +404,7 @@ class TicketMachine(RuleBasedStateMachine):
         self.kv.meanwhile = lambda: None
         assert happened == fits, "only what fits is let in"
         self.stale.append(announce)
-        if not fits:
+        if not fits or meanwhile == "close":
             model.drop()
 
     def land(self, link: FakeLink, announce: m.Announce, fill: float | None) -> None:
@@ -401,10 +418,11 @@ class TicketMachine(RuleBasedStateMachine):
         link.receiver._announced += announce.bytes
         link.receiver._land(announce, frame, self.mover)
 
-    def holds(self, ticket: str, tokens: range) -> bool:
-        found = self.engine.scheduler.get(ticket)
-        blocks = {token // LAYOUT.block_size for token in tokens}
-        return found is not None and max(blocks) < len(found[0].block_table)
+    def holds(self, ticket: str) -> bool:
+        """Whether a ticket owns every page that was granted for it."""
+        found, incoming = self.engine.scheduler.get(ticket), self.common.incoming.get(ticket)
+        assert incoming is not None
+        return found is not None and set((incoming.slots // LAYOUT.block_size).tolist()) <= set(found[0].block_table)
 
     def check_pages(self, ticket: str, end: int | None = None) -> None:
         """Every layer of the leading tokens (None: of all given ones) is what it must be."""
@@ -448,3 +466,7 @@ class TicketMachine(RuleBasedStateMachine):
         assert [len(model.ends) for model in self.tickets.values()] == [1] * len(self.tickets)
         assert self.engine.scheduler.pool.num_owned == 0 and not self.common.incoming.by_ticket
         assert not self.handoff._tickets and not self.handoff._rearming and not self.handoff._closing
+
+
+TestTickets = TicketMachine.TestCase
+TestTickets.settings = settings(max_examples=200, stateful_step_count=40)
