@@ -179,3 +179,7 @@ class TransferReport(msgspec.Struct, frozen=True):
     error_bound: float = 0.0  # the largest error of a number that travelled quantised
     links_lost: int = 0  # that failed, rather than were closed
     threads_abandoned: int = 0
+    # What the hand-off counts, beside the links.
+    rearms: int = 0
+    pulled_tokens: int = 0
+    pulls_given_up: int = 0

@@ -1,4 +1,4 @@
-"""What NCCL links need in a process's environment before torch loads. Whoever starts that process need not load torch."""
+"""What NCCL links need in a process's environment before torch loads; whoever starts the process may lack torch."""
 
 from __future__ import annotations
 

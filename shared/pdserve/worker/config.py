@@ -146,6 +146,7 @@ class WorkerSettings(ServiceSettings):
             kv_transfer_dtype=self.kv_transfer_dtype,
             kv_checksum=self.kv_checksum,
             enable_prefix_caching=self.enable_prefix_caching,
+            log_level=self.log_level,
             step_log=str(self.step_log) if self.step_log else "",
         )
 

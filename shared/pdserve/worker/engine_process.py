@@ -27,6 +27,7 @@ from pdserve.engine.block_io import export_blocks, load_blocks
 from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
 from pdserve.engine.fetch import resolve_model
 from pdserve.engine.outputs import Load
+from pdserve.telemetry.logs import setup_logs
 from pdserve.transfer.connect import require, transports_on
 from pdserve.transfer.hub import LinkHub, LinkSettings
 from pdserve.transfer.messages import TransferEvent, TransferReport
@@ -218,7 +219,7 @@ class EngineLoop:
         self._report_pending = True  # something happened, or the loop would not be here
         if now < self._report_due:
             return
-        report = self._hub.report()
+        report = self._handoff.report(self._hub.report())
         self._report_pending = report != self._reported
         if self._report_pending:
             self._link_channel.send(LinkStats(report))
@@ -350,6 +351,7 @@ def serve(channel: Channel[ToEngine, FromEngine], links: Channel[LinkMessage, Li
         return 0
     if not isinstance(settings, EngineSettings):
         raise ConfigError("the first message to an engine process is its settings")
+    setup_logs(settings.role, settings.log_level)
     if settings.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, settings.cores)
     torch.set_num_threads(settings.threads or max(1, len(settings.cores)))

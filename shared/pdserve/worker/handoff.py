@@ -15,6 +15,7 @@ from collections.abc import Sequence as Listed
 from typing import Protocol
 
 import torch
+from msgspec import structs
 
 from pdserve.core.errors import NoCapacity
 from pdserve.core.sequence import EndReason, Sequence, SequenceSpec
@@ -32,6 +33,7 @@ from pdserve.transfer.messages import (
     SendFailed,
     SendStopped,
     TransferEvent,
+    TransferReport,
 )
 from pdserve.worker.messages import (
     AlreadyReady,
@@ -67,6 +69,7 @@ class Handoff:
         # Tickets that wait for a link to let go, with what is to be said then (None: it was said already).
         self._closing: dict[str, tuple[EndReason | None, str]] = {}
         self._pulls = Pulls(engine, links, self._slots)
+        self._rearms = 0
 
     def start_prefill(self, message: StartPrefill) -> None:
         """Admit a prompt, and let what is cached of it leave at once."""
@@ -146,6 +149,11 @@ class Handoff:
             self._links.stop_send(ticket)
         else:
             self._finish(ticket, reason, detail)
+
+    def report(self, links: TransferReport) -> TransferReport:
+        """What the links count, with what is counted here."""
+        pulls = self._pulls
+        return structs.replace(links, rearms=self._rearms, pulled_tokens=pulls.tokens, pulls_given_up=pulls.given_up)
 
     @property
     def deadline(self) -> float | None:
@@ -231,6 +239,7 @@ class Handoff:
         except NoCapacity as error:
             self._finish(record.id, EndReason.NO_CAPACITY, str(error))
             return
+        self._rearms += 1
         record.rearm(message.attempt, sequence.num_given)
         self._send(Rearmed(record.id, record.attempt, record.held))
         self._grant(record, sequence, message.peer)

@@ -44,6 +44,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True):
     kv_transfer_dtype: str = "auto"
     kv_checksum: bool = False
     enable_prefix_caching: bool = True
+    log_level: str = "info"
     step_log: str = ""  # file for a StepLog, written at the end; "": none
 
 

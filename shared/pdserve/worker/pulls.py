@@ -67,6 +67,7 @@ class Pulls:
 
     def __init__(self, engine: Engine, links: PullLinks, slots: Callable[[Sequence], torch.Tensor]) -> None:
         self._engine, self._links, self._slots = engine, links, slots
+        self.tokens = self.given_up = 0  # tokens that were pulled, and pulls that were granted or awaited in vain
         self._pulls: dict[str, _Pull] = {}
 
     # The prefill side.
@@ -111,6 +112,7 @@ class Pulls:
         """Compute what took too long."""
         for ticket, pull in self._pulls.items():
             if pull.deadline <= now and not pull.stopping:
+                self.given_up += 1
                 log.warning("pull_given_up", ticket=ticket, peer=pull.peer, granted=pull.end > 0)
                 self.stop(ticket, "it took too long")
 
@@ -127,6 +129,7 @@ class Pulls:
             case KvReady(name):
                 return self._landed(name, None)
             case ReceiveFailed(name, _, reason, landed):
+                self.given_up += 1
                 log.warning("pull_failed", ticket=name, reason=reason, landed=landed)
                 return self._landed(name, landed)
             case Revoked(name, landed):
@@ -160,6 +163,7 @@ class Pulls:
             self._engine.scheduler.computed(pull.sequence, count)
             pull.sequence.num_cached = pull.sequence.num_computed
             pull.sequence.num_pulled = count
+            self.tokens += count
             for layer in range(self._engine.scheduler.layout.num_layers):
                 self._links.advance([(ticket, pull.sequence.num_computed)], layer)
         return self._resume(ticket)

@@ -227,7 +227,7 @@ class World:
 
     def harm(self) -> None:
         ticket = self.rng.choice(sorted(self.alive)) if self.alive else ""
-        match self.rng.randrange(40):
+        match self.rng.randrange(12):
             case 0 if ticket:
                 self.rng.choice(self.sides).handoff.close(ticket, EndReason.CANCELLED)
             case 1 if ticket:
