@@ -7,12 +7,11 @@ by the peer's worker id and an epoch that grows with each link of this process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import itertools
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -22,19 +21,16 @@ import structlog
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.rpc.channel import connect
 from pdserve.rpc.convert_link import (
-    HEARTBEAT,
-    Beat,
     Hello,
-    control_from_proto,
-    control_to_proto,
     hello_from_proto,
     hello_to_proto,
 )
 from pdserve.rpc.errors import RpcError, abort, error_from_call
-from pdserve.rpc.versions import agree
-from pdserve.transfer.messages import ControlMessage, TransferReport
-from pdserve.transfer.path import Facts, Path, describe_path, gpu_of, local_facts
+from pdserve.transfer.messages import TransferReport
+from pdserve.transfer.path import Facts, Path, describe_path, local_facts
 from pdserve.v1 import kv_pb2, kv_pb2_grpc
+from pdserve.worker.greeting import check_hello, choose_transport
+from pdserve.worker.link_stream import LinkStream, Read, Write
 from pdserve.worker.messages import (
     LinkClosed,
     LinkControl,
@@ -48,15 +44,9 @@ from pdserve.worker.messages import (
 
 log = structlog.get_logger(__name__)
 
-LEASE = 5.0  # seconds without a sign of life until a peer counts as gone
-HEARTBEAT_INTERVAL = LEASE / 5
 HELLO_DEADLINE = 5.0
 OPEN_DEADLINE = 20.0  # seconds for both halves; making a NCCL communicator takes some of them
 PROBE_DEADLINE = 60.0
-MAX_OUTBOX = 1 << 16  # control messages; a peer that takes none for a lease is gone anyway
-
-Read = Callable[[], Awaitable[Any]]
-Write = Callable[[kv_pb2.LinkMessage], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,31 +57,6 @@ class Probe:
     path: str
     degraded: str
     measured: LinkProbed
-
-
-@dataclass(eq=False, slots=True)
-class _Link:
-    peer: str
-    incarnation: str
-    epoch: int
-    transport: str
-    path: Path
-    probe: asyncio.Future[LinkProbed] | None = None
-    outbox: asyncio.Queue[ControlMessage] = field(default_factory=lambda: asyncio.Queue(MAX_OUTBOX))
-    established: bool = False
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)  # after its end: out of the books, and told
-    reason: str = ""
-
-    @property
-    def up(self) -> bool:
-        return self.established and not self.ended.is_set()
-
-    def end(self, reason: str) -> None:
-        """Ask for the end of both halves. The first reason counts."""
-        if not self.ended.is_set():
-            self.reason = reason
-            self.ended.set()
 
 
 class Links(kv_pb2_grpc.LinkServiceServicer):
@@ -111,7 +76,7 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         self._hello: Hello | None = None
         self._facts = Facts()
         self._epochs = itertools.count(1)
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, LinkStream] = {}
         self._dials: dict[str, asyncio.Task[None]] = {}  # until there is a link
         self._dialled: set[asyncio.Task[None]] = set()  # and until it is over
         self._waiters: defaultdict[str, list[asyncio.Future[str]]] = defaultdict(list)
@@ -240,7 +205,7 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
             await abort(context, error)
         await self._live(link, context.read, lambda message: context.write(kv_pb2.LinkResponse(message=message)))
 
-    async def _welcome(self, context: grpc.aio.ServicerContext[Any, Any]) -> _Link:
+    async def _welcome(self, context: grpc.aio.ServicerContext[Any, Any]) -> LinkStream:
         ours = self._ours()
         try:
             async with asyncio.timeout(HELLO_DEADLINE):
@@ -298,7 +263,7 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
                 log.warning("link_failed", peer=peer, endpoint=endpoint, reason=str(failure))
             self._settle(peer, failure)
 
-    def _enter(self, theirs: Hello, transport: str, reason: str, *, initiator: bool) -> _Link:
+    def _enter(self, theirs: Hello, transport: str, reason: str, *, initiator: bool) -> LinkStream:
         """A new link is the only one to its peer: what was there before, of this incarnation or another, ends."""
         peer = theirs.worker_id
         old = self._links.pop(peer, None)
@@ -307,35 +272,19 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
             old.end(f"{peer} opened the link {again}")
             self._tell_engine(LinkClosed(peer, old.epoch, old.reason))
         path = describe_path(transport, self._ours(), theirs, self._facts)
-        link = _Link(peer, theirs.incarnation, next(self._epochs), transport, path)
+        link = LinkStream(peer, theirs.incarnation, next(self._epochs), transport, path)
         self._links[peer] = link
         log.info("link_opened", peer=peer, epoch=link.epoch, transport=transport, reason=reason, initiator=initiator)
         self._tell_engine(LinkOpened(peer, link.epoch, initiator, transport))
         return link
 
-    async def _live(self, link: _Link, read: Read, write: Write) -> None:
-        """Carry control messages both ways until either side, or either half, ends."""
-        tasks = [
-            asyncio.create_task(self._receive(link, read)),
-            asyncio.create_task(self._send(link, write)),
-            asyncio.create_task(link.ended.wait()),
-        ]
+    async def _live(self, link: LinkStream, read: Read, write: Write) -> None:
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await link.carry(read, write, lambda c: self._tell_engine(LinkControl(link.peer, link.epoch, c)))
         finally:
-            link.end("the control stream ended")
-            if link.probe is not None and not link.probe.done():
-                link.probe.set_exception(Unavailable(f"the link to {link.peer} ended: {link.reason}"))
-            for task in tasks:
-                task.cancel()
-            try:
-                for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-                    if isinstance(outcome, Exception) and not isinstance(outcome, _STREAM_ENDS):
-                        log.error("link_error", peer=link.peer, epoch=link.epoch, error=repr(outcome))
-            finally:
-                self._leave(link)
+            self._leave(link)
 
-    def _leave(self, link: _Link) -> None:
+    def _leave(self, link: LinkStream) -> None:
         """Take an ended link out of the books, unless another has its place, and tell. An end is no news to warn of:
         links close where they are idle, and what was on them is told by itself."""
         if self._links.get(link.peer) is link:
@@ -345,44 +294,12 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
             self._settle(link.peer, Unavailable(f"the link to {link.peer} ended: {link.reason}"))
         link.gone.set()
 
-    def _log_path(self, link: _Link) -> None:
+    def _log_path(self, link: LinkStream) -> None:
         path = link.path
         told = {"peer": link.peer, "epoch": link.epoch, "transport": link.transport, "path": path.name}
         log.info("link_established", **told, **({"path_is": "expected"} if path.expected else {}))
         if path.degraded:
             log.warning("link_degraded", **told, reason=path.degraded)
-
-    async def _receive(self, link: _Link, read: Read) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(LEASE):
-                    item = await read()
-            except TimeoutError:
-                link.end(f"no sign of life for {LEASE} s")
-                return
-            if not isinstance(item, kv_pb2.LinkRequest | kv_pb2.LinkResponse):
-                link.end("the peer ended the link")
-                return
-            try:
-                control = control_from_proto(item.message)
-            except PdserveError as error:
-                link.end(str(error))
-                return
-            if not isinstance(control, Beat) and not link.ended.is_set():
-                self._tell_engine(LinkControl(link.peer, link.epoch, control))
-
-    async def _send(self, link: _Link, write: Write) -> None:
-        while True:
-            message = HEARTBEAT
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_INTERVAL):
-                    message = control_to_proto(await link.outbox.get())
-            try:
-                async with asyncio.timeout(LEASE):
-                    await write(message)
-            except TimeoutError:
-                link.end(f"the peer took no control message for {LEASE} s")
-                return
 
     def _settle(self, peer: str, outcome: str | PdserveError) -> None:
         """Answer those who wait for the link to `peer`."""
@@ -398,43 +315,3 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         if self._hello is None:
             raise Unavailable("the worker is starting")
         return self._hello
-
-
-# What reading or writing a stream raises once the peer is gone: no news, since the link ends then anyway.
-_STREAM_ENDS = (grpc.aio.AioRpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError, OSError)
-
-
-def check_hello(ours: Hello, theirs: Hello) -> None:
-    """Raise RpcError where no protocol is common, LayoutMismatch (with both layouts) where KV pages differ."""
-    agree(theirs.protocol_min, theirs.protocol_max)
-    ours.layout.require_same(theirs.layout)
-    if theirs.worker_id == ours.worker_id:
-        raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, f"two workers have the id {ours.worker_id}")
-
-
-def choose_transport(ours: Hello, theirs: Hello) -> tuple[str, str]:
-    """The transport for a link and why, from both settings and devices. Raises RpcError where they contradict, or
-    where what is set cannot work."""
-    wishes = {ours.transport, theirs.transport} - {"auto", ""}
-    if len(wishes) > 1:
-        raise _refused(f"KV transports contradict: {ours.transport} here, {theirs.transport} there")
-    devices = f"{ours.device} on {ours.node} and {theirs.device} on {theirs.node}"
-    both_gpus = ours.device.startswith("cuda") and theirs.device.startswith("cuda")
-    near = ours.node == theirs.node
-    uuids = gpu_of(ours.device), gpu_of(theirs.device)
-    one_gpu = both_gpus and (uuids[0] == uuids[1] if all(uuids) else near and ours.device == theirs.device)
-    works = {"cuda-ipc": one_gpu and near, "nccl": both_gpus and not one_gpu, "gloo": True}
-    if wishes:
-        wish = wishes.pop()
-        if not works.get(wish, False):
-            needs = {"cuda-ipc": "two workers on one GPU of one node", "nccl": "two GPUs"}.get(wish, "another version")
-            raise _refused(f"{wish} needs {needs}, these are {devices}")
-        return wish, "set"
-    chosen = next(kind for kind, fits in works.items() if fits)
-    if one_gpu and not near:
-        devices += ": one GPU under two node names, which cuda-ipc does not bridge"
-    return chosen, f"auto: {devices}"
-
-
-def _refused(message: str) -> RpcError:
-    return RpcError(grpc.StatusCode.FAILED_PRECONDITION, message)

@@ -22,7 +22,7 @@ from msgspec import structs
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
-from pdserve.engine.outputs import Ended, TokenOut
+from pdserve.engine.outputs import Ended, PromptDone, TokenOut
 from pdserve.policy.pull import PullDecision
 from pdserve.transfer.hub import LinkHub
 from pdserve.transfer.messages import Announce, Commit, ControlMessage, TransferEvent
@@ -95,6 +95,17 @@ class Side(End):
         self.handoff = Handoff(self.engine, self.hub, self.told.append)
         self.pages_.fill_(POISON)
         self._poison_what_is_freed()
+        self._turned, self._rounds = threading.Condition(), 0
+        self._write, self._chance = self.built.kv.write, random.Random(0)
+        self.built.kv.write = self._write_late  # type: ignore[method-assign]
+
+    def _write_late(self, layer_start: int, slots: torch.Tensor, data: torch.Tensor) -> None:
+        """Called by link threads: some copies take as long as some rounds of the engine loop."""
+        with self._turned:
+            if self._chance.random() < 0.2:
+                due = self._rounds + self._chance.randrange(1, 4)
+                self._turned.wait_for(lambda: self._rounds >= due, timeout=0.1)
+        self._write(layer_start, slots, data)
 
     def _poison_what_is_freed(self) -> None:
         pool = self.engine.scheduler.pool
@@ -127,15 +138,20 @@ class Side(End):
         outputs = self.engine.take_outputs()
         self.handoff.after_step(outputs)
         self.engine.scheduler.check_integrity()
-        self.check_cache()
+        self.check_pages()
+        with self._turned:
+            self._rounds += 1
+            self._turned.notify_all()
         told, self.told[:] = list(self.told), []
-        return told, [*outputs.tokens, *outputs.ends]
+        return told, [*outputs.prompts, *outputs.tokens, *outputs.ends]
 
-    def check_cache(self) -> None:
-        """No block that others may share holds poison."""
-        blocks = (self.pages_ == POISON).any(dim=4).any(dim=3).any(dim=1).any(dim=0).view(-1, BLOCK).any(dim=1)
-        found = {block for block in self.engine.scheduler.pool._hash_of if blocks[block]}
+    def check_pages(self) -> None:
+        """No block that others may share holds any poison, and nobody wrote into one that is free."""
+        pool, spots = self.engine.scheduler.pool, (self.pages_ == POISON).permute(2, 0, 1, 3, 4).reshape(BLOCKS, -1)
+        found = {block for block in pool._hash_of if spots[block].any()}
         assert not found, f"{self.name}: blocks {found} are shared and were never filled"
+        found = {block for block in pool._free if not spots[block].all()}
+        assert not found, f"{self.name}: blocks {found} were written to when they were free"
 
 
 class World:
@@ -154,6 +170,8 @@ class World:
         self.targets: dict[str, Side] = {}
         self.waiting: dict[str, Side] = {}  # armed, but the prefill engine has an older attempt still
         self.alive: set[str] = set()
+        self.rounds = 0
+        self.fates: list[tuple[int, str, str]] = []  # in which round what happens to whom
         self.seen: Counter[str] = Counter()
         for prefill in self.prefills:
             prefill.routes["d"] = self._tap(prefill)
@@ -194,8 +212,11 @@ class World:
         self.answers[ticket] = expected(self.model, tokens)
         self.alive.add(ticket)
         target = self.targets[ticket] = self.rng.choice(self.prefills)
-        if self.rng.random() < 0.3:
-            self.damage[ticket] = self.rng.choice(["shift", "commit"])
+        match self.rng.choice(["damage", "cancel", "rearm", "cut", "", "", ""]):
+            case "damage":
+                self.damage[ticket] = self.rng.choice(["shift", "commit"])
+            case "cancel" | "rearm" | "cut" as fate:
+                self.fates = sorted([*self.fates, (self.rounds + self.rng.randrange(12), fate, ticket)])
         self.decode.handoff.reserve(m.Reserve(ticket, 1, spec(tokens), target.name))
         self.start(ticket)
 
@@ -226,23 +247,28 @@ class World:
         self.decode.handoff.rearm(m.Rearm(ticket, self.attempts[ticket], spec(text, known), target.name))
 
     def harm(self) -> None:
-        ticket = self.rng.choice(sorted(self.alive)) if self.alive else ""
-        match self.rng.randrange(12):
-            case 0 if ticket:
-                self.rng.choice(self.sides).handoff.close(ticket, EndReason.CANCELLED)
-            case 1 if ticket:
-                self.rearm(ticket)
-            case 2 if self.rng.random() < 0.3:
-                self.link(self.rng.choice(self.prefills))
+        """What is due in this round."""
+        while self.fates and self.fates[0][0] <= self.rounds:
+            _, fate, ticket = self.fates.pop(0)
+            match fate:
+                case "cancel":
+                    for side in self.rng.sample(self.sides, self.rng.randint(1, 3)):
+                        side.handoff.close(ticket, EndReason.CANCELLED)
+                case "rearm" if ticket in self.alive:
+                    self.rearm(ticket)
+                case "cut":
+                    self.link(self.rng.choice(self.prefills))
 
     def turn(self) -> bool:
         """One round of all engines; whether anything happened."""
+        self.rounds += 1
         busy = False
         for side in self.sides:
             told, outputs = side.turn()
             busy = busy or bool(told or outputs or side.engine.has_work)
             for event in (*told, *outputs):
                 self.seen[type(event).__name__] += 1
+                self.seen["pulled"] += isinstance(event, PromptDone) and event.pulled_tokens > 0
                 self.on_event(side, event)
         for ticket in [t for t, side in self.waiting.items() if side.engine.scheduler.get(t) is None]:
             busy = True
@@ -275,8 +301,7 @@ class World:
         while left or self.alive or any(len(side.engine.scheduler) for side in self.sides):
             while left and len(self.alive) < AT_ONCE:
                 self.submit(left.pop())
-            if left:
-                self.harm()
+            self.harm()
             self.woken.clear()
             if not self.turn():
                 self.woken.wait(0.05)
@@ -299,6 +324,7 @@ def test_poison_reaches_no_output(model: Path, seed: int, monkeypatch: pytest.Mo
             assert side.engine.scheduler.pool.num_owned == 0
             side.engine.scheduler.check_integrity()
         assert world.seen[EndReason.LENGTH] > 0.5 * REQUESTS and world.seen["Rearmed"] > 5
-        assert world.seen["AttemptFailed"] > 5 and world.seen[EndReason.CANCELLED] > 0
+        assert world.seen["AttemptFailed"] > 5 and world.seen["pulled"] > 0 and world.seen[EndReason.CANCELLED] > 0
+        print(world.seen)
     finally:
         world.close()

@@ -19,8 +19,10 @@ from pdserve.rpc.settings import ServiceSettings
 from pdserve.transfer.messages import Grant, StoreSet
 from pdserve.transfer.path import Facts
 from pdserve.v1 import kv_pb2_grpc
+from pdserve.worker import link_stream as stream_module
 from pdserve.worker import links as links_module
-from pdserve.worker.links import Links, choose_transport
+from pdserve.worker.greeting import choose_transport
+from pdserve.worker.links import Links
 from pdserve.worker.messages import LinkClosed, LinkControl, LinkEstablished, LinkMessage, LinkOpened
 
 LAYOUT = KVLayout(16, 2, 2, 16, "float32", b"f" * 16)
@@ -113,14 +115,14 @@ async def test_a_data_half_that_never_comes_up_ends_the_wait(monkeypatch: pytest
 
 
 async def test_silence_ends_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "LEASE", 0.2)
-    monkeypatch.setattr(links_module, "HEARTBEAT_INTERVAL", 0.05)
+    monkeypatch.setattr(stream_module, "LEASE", 0.2)
+    monkeypatch.setattr(stream_module, "HEARTBEAT_INTERVAL", 0.05)
     async with worker("a") as a, worker("b") as b:
         await a.links.open(b.endpoint, "b")
         await a.heard()
         with pytest.raises(TimeoutError):  # heartbeats keep it up
             await asyncio.wait_for(a.told.get(), 0.5)
-        monkeypatch.setattr(links_module, "HEARTBEAT_INTERVAL", 10.0)
+        monkeypatch.setattr(stream_module, "HEARTBEAT_INTERVAL", 10.0)
         closed = await a.heard()
         assert isinstance(closed, LinkClosed) and not a.links.is_up("b")
 
