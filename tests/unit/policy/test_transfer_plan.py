@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.core.layout import KVLayout
 from pdserve.core.ticket import Landing
 from pdserve.policy.transfer_plan import DeficitRoundRobin, Frame, Wire, next_frame
 
@@ -119,3 +121,30 @@ def test_a_key_may_leave_and_come_back() -> None:
     assert {turns.choose(lambda key: 10) for _ in range(2)} == {"a", "b"}
     assert turns.choose(lambda key: 0) is None
     assert len(turns) == 2
+
+
+@given(
+    token=st.integers(1, 64),
+    block=st.integers(1, 40),
+    overhead=st.integers(0, 64),
+    start=st.integers(0, 200),
+    limit=st.integers(0, 4000),
+)
+def test_as_many_tokens_go_as_fit(token: int, block: int, overhead: int, start: int, limit: int) -> None:
+    """The most tokens whose bytes, scales included, stay within the limit: one more would not."""
+    wire = Wire(token, block, overhead)
+    count = wire.tokens_within(start, limit)
+    assert count == 0 or wire.bytes(start, count) <= limit
+    assert wire.bytes(start, count + 1) > limit
+
+
+def test_a_quantised_frame_carries_a_scale_for_each_block_it_touches() -> None:
+    """One byte a number; four for each block, KV head, and K or V. As it is: the dtype's bytes and nothing more."""
+    layout = KVLayout(16, 4, 3, 64, "bfloat16", bytes(16))
+    assert Wire.of(layout).bytes(5, 30) == 30 * 768
+    wire = Wire.of(replace(layout, transfer_dtype="int8"))
+    assert wire.bytes(0, 16) == 16 * 384 + 24
+    assert wire.bytes(15, 2) == 2 * 384 + 2 * 24
+    assert wire.bytes(5, 30) == 30 * 384 + 3 * 24
+    found = next_frame([40, 40, 0, 0], [15, 15, 0, 0], wire=wire, max_bytes=20000)
+    assert found == Frame(0, 2, 15, 25, 2 * (25 * 384 + 3 * 24))

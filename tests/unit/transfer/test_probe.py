@@ -1,0 +1,41 @@
+"""What a probe sends, and what it makes of the times."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.transfer.probe import ROUND_TRIPS, SMALL, WARM_UP, Probe, default_sizes
+
+
+def test_round_trips_one_by_one_then_each_size_at_full_speed() -> None:
+    """A peer that takes 2 ms for a small frame and 10 ms for each that counts gives just those figures."""
+    found: list[tuple[float, list[tuple[int, float]]]] = []
+    probe = Probe([1000, 5000], 4000, lambda *result: found.append(result))
+    now = 0.0
+    for _ in range(ROUND_TRIPS):
+        assert probe.next_size() == SMALL
+        probe.sent(now)
+        assert probe.next_size() == 0, "one at a time"
+        now += 0.002
+        probe.landed(now)
+    for size, count in ((1000, 4), (5000, 2)):
+        for _ in range(WARM_UP + count):
+            assert probe.next_size() == size
+            probe.sent(now)
+        assert probe.next_size() == 0, "all sent, not all landed"
+        for _ in range(WARM_UP + count):
+            now += 0.01
+            probe.landed(now)
+    assert probe.over and probe.next_size() == 0
+    [(round_trip, samples)] = found
+    assert round_trip == pytest.approx(0.002)
+    assert [size for size, _ in samples] == [1000, 5000]
+    # From the first frame that counts to the last one's credit; frames before it had to land first.
+    assert samples[0][1] == pytest.approx(4000 / (0.01 * (WARM_UP + 4)))
+
+
+def test_sizes_end_with_the_largest() -> None:
+    """Powers of two below it, each once."""
+    assert default_sizes(1 << 18) == [1 << 16, 1 << 17, 1 << 18]
+    assert default_sizes(100_000) == [1 << 16, 100_000]
+    assert default_sizes(1000) == [1000]
