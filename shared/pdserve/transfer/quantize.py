@@ -22,7 +22,7 @@ def quantize(data: torch.Tensor, kind: str, blocks: torch.Tensor) -> tuple[torch
     codes = torch.empty(data.shape, dtype=dtype, device=data.device)
     scales = torch.zeros((*data.shape[:2], count, heads), dtype=torch.float32, device=data.device)
     for plane, out, scale in zip(data.flatten(0, 1), codes.flatten(0, 1), scales.flatten(0, 1), strict=True):
-        numbers = plane.float()
+        numbers = plane.to(torch.float32, copy=True)
         index = blocks.unsqueeze(1).expand(-1, heads)
         scale.scatter_reduce_(0, index, numbers.abs().amax(dim=-1), "amax").div_(largest)
         inverse = torch.where(scale > 0, scale.reciprocal(), scale)
