@@ -560,21 +560,21 @@ def test_kv_goes_both_ways_at_once(linked: tuple[End, End]) -> None:
     """A ticket's push and its pull share a link, in a group each, under names of their own."""
     prefill, decode = linked
     pushed, pulled = prefill.fill(range(30), seed=1), decode.fill(range(40, 60), seed=2)
-    prefill.hub.grant(pull_of("t"), 1, "decode", range(40, 60), 20, 4)
-    assert decode.event(PullWanted) == PullWanted(pull_of("t"), 1, "prefill", 4, 20)
+    prefill.hub.grant(pull_of("t", 1), 1, "decode", range(40, 60), 20, 4)
+    assert decode.event(PullWanted) == PullWanted(pull_of("t", 1), 1, "prefill", 4, 20)
     decode.hub.grant("t", 1, "prefill", range(30), 30, 0)
     prefill.hub.start_send("t", 1, "decode", range(30), 30, tells_grant=True)
     assert prefill.event(Granted) == Granted("t", 1, 0)
-    decode.hub.start_send(pull_of("t"), 1, "prefill", range(40, 60), 20)
+    decode.hub.start_send(pull_of("t", 1), 1, "prefill", range(40, 60), 20)
     push(prefill, {"t": 30}, chunk=8)
-    push(decode, {pull_of("t"): 20}, chunk=20)
-    decode.hub.finish_send(pull_of("t"), 0)
+    push(decode, {pull_of("t", 1): 20}, chunk=20)
+    decode.hub.finish_send(pull_of("t", 1), 0)
     prefill.hub.finish_send("t", 9)
     kinds = {decode.events.get(timeout=PATIENCE).__class__ for _ in range(2)}
     assert kinds == {prefill.events.get(timeout=PATIENCE).__class__ for _ in range(2)} == {KvReady, SendCommitted}
     assert torch.equal(decode.pages(range(30)), pushed)
     assert torch.equal(prefill.pages(range(44, 60)), pulled[:, :, 4:])
-    prefill.hub.grant(pull_of("u"), 1, "decode", range(8), 8, 0)
+    prefill.hub.grant(pull_of("u", 1), 1, "decode", range(8), 8, 0)
     wanted = decode.event(PullWanted)
     decode.hub.refuse(wanted.ticket, wanted.attempt, wanted.peer, "not here")
     assert prefill.event(ReceiveFailed).reason == "not here"

@@ -188,8 +188,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _submit(self, session: RouterSession, submit: decode_pb2.Submit) -> None:
         try:
-            if not submit.ticket:
-                raise InvalidRequest("ticket", "must be set")
+            self._front.check_ticket(submit.ticket)
             if submit.ticket in self._tickets:
                 raise InvalidRequest("ticket", "is here already, or has not ended yet")
             spec = spec_from_proto(submit.sequence)

@@ -142,8 +142,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def _admit(self, request: prefill_pb2.PrefillRequest) -> _Call:
         front = self._front
         front.require_open()
-        if not request.ticket:
-            raise InvalidRequest("ticket", "must be set")
+        front.check_ticket(request.ticket)
         peer = request.decode_worker_id or None
         if peer is not None and not request.decode_endpoint:
             raise InvalidRequest("decode_endpoint", "must be set with decode_worker_id")

@@ -37,6 +37,7 @@ class Rearmed:
     """The reservation waits for the KV of this attempt now."""
 
     attempt: int
+    tokens_held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,10 +100,10 @@ class Follower:
                     ticket.given_up(reason)
             case PrefillPlaced(reason):
                 failure = self._placed(reason)
-            case Rearmed(attempt):
+            case Rearmed(attempt, tokens_held):
                 if attempt == ticket.attempt:
                     self._down, self._asked = None, False
-                    ticket.rearmed()
+                    ticket.rearmed(tokens_held)
             case AlreadyReady(attempt, token_id):
                 failure = self._already_ready(stamp, attempt, token_id)
             case Ended(reason, detail) if not reason.answer_complete:

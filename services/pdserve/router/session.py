@@ -110,7 +110,7 @@ class DecodeSession:
                     failed = response.attempt_failed
                     self._tell(failed.ticket, AttemptFailed(failed.attempt, failed.reason))
                 case "rearmed":
-                    self._tell(response.rearmed.ticket, Rearmed(response.rearmed.attempt))
+                    self._tell(response.rearmed.ticket, Rearmed(response.rearmed.attempt, response.rearmed.tokens_held))
                 case "already_ready":
                     already = response.already_ready
                     self._tell(already.ticket, AlreadyReady(already.attempt, already.first_token))

@@ -135,8 +135,9 @@ class Ticket:
             self._session.rearm(self.id, self.attempt, spec, worker_id)
         self._after(ANSWER, Lost(f"the decode worker did not answer a Rearm within {ANSWER} s"))
 
-    def rearmed(self) -> None:
-        """The decode worker agreed: from now on something may be sent for the attempt."""
+    def rearmed(self, tokens_held: int) -> None:
+        """The decode worker agreed, and has that many leading tokens: from now on the attempt may be sent."""
+        self.assignment.decode_tokens_held = tokens_held
         self._after(None)
         self._start_prefill()
 

@@ -183,6 +183,9 @@ class Scheduler:
         self.pool.acquire(blocks)
         self._lent[key] = blocks
 
+    def lends(self, key: str) -> bool:
+        return key in self._lent
+
     def take_back(self, key: str) -> None:
         """Nobody reads what was lent under `key` any more; an unknown key is nothing."""
         self.pool.release(self._lent.pop(key, []))

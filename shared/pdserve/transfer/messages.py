@@ -136,9 +136,14 @@ TransferEvent = KvReady | ReceiveFailed | Revoked | SendCommitted | SendFailed |
 PULL_SUFFIX = "/pull"
 
 
-def pull_of(ticket: str) -> str:
-    """The name under which a ticket's pull travels; routers' own tickets must not end like it."""
-    return ticket + PULL_SUFFIX
+def pull_of(ticket: str, attempt: int) -> str:
+    """The name under which the pull of an attempt travels; routers' own tickets must not end like it."""
+    return f"{ticket}/{attempt}{PULL_SUFFIX}"
+
+
+def pulled_ticket(name: str) -> str:
+    """The ticket of a pull."""
+    return name.removesuffix(PULL_SUFFIX).rpartition("/")[0]
 
 
 # What the hub tells the front, for views and metrics.

@@ -23,7 +23,7 @@ from pdserve.rpc.versions import PROTOCOL_MAX, PROTOCOL_MIN, our_versions, softw
 from pdserve.telemetry.logs import setup_logs
 from pdserve.telemetry.metrics import MetricsServer
 from pdserve.telemetry.tracing import setup_tracing
-from pdserve.transfer.messages import LinkReport, TransferReport
+from pdserve.transfer.messages import PULL_SUFFIX, LinkReport, TransferReport
 from pdserve.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pdserve.worker.config import WorkerSettings
 from pdserve.worker.engine_client import EngineClient
@@ -47,6 +47,7 @@ from pdserve.worker.watch import WatchBoard, WorkerServicer, links_to_proto, loa
 
 log = structlog.get_logger(__name__)
 
+MAX_TICKET = 256
 _ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 
@@ -94,6 +95,11 @@ class WorkerFront:
             raise Unavailable(f"{self.worker_id} is starting")
         if self.board.draining:
             raise Unavailable(f"{self.worker_id} is draining")
+
+    def check_ticket(self, ticket: str) -> None:
+        """Raise InvalidRequest for what cannot name a ticket."""
+        if not ticket or len(ticket) > MAX_TICKET or ticket.endswith(PULL_SUFFIX):
+            raise InvalidRequest("ticket", f"must be 1 to {MAX_TICKET} characters and not end in {PULL_SUFFIX}")
 
     def check(self, spec: SequenceSpec) -> None:
         """Raise InvalidRequest for a sequence that this worker can never take."""

@@ -68,7 +68,7 @@ class Handoff:
         self._rearming: dict[str, Rearm] = {}  # waits for the older attempt's Revoked
         # Tickets that wait for a link to let go, with what is to be said then (None: it was said already).
         self._closing: dict[str, tuple[EndReason | None, str]] = {}
-        self._pulls = Pulls(engine, links, self._slots)
+        self._pulls = Pulls(engine, links, self._slots, self._held)
         self._rearms = 0
 
     def start_prefill(self, message: StartPrefill) -> None:
@@ -284,6 +284,10 @@ class Handoff:
 
     def _finish(self, ticket: str, reason: EndReason | None, detail: str) -> None:
         self._engine.finish(ticket, reason, detail)
+
+    def _held(self, ticket: str) -> int:
+        record = self._tickets.get(ticket)
+        return record.held if record is not None else 0
 
     def _slots(self, sequence: Sequence) -> torch.Tensor:
         """The page slot of each given token: int64 [num_given]."""

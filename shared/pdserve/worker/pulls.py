@@ -23,7 +23,6 @@ from pdserve.engine.scheduler import Phase
 from pdserve.policy.pull import PullDecision, choose_pull
 from pdserve.policy.transfer_plan import Wire
 from pdserve.transfer.messages import (
-    PULL_SUFFIX,
     Granted,
     KvReady,
     PullWanted,
@@ -31,6 +30,7 @@ from pdserve.transfer.messages import (
     Revoked,
     TransferEvent,
     pull_of,
+    pulled_ticket,
 )
 
 log = structlog.get_logger(__name__)
@@ -63,10 +63,17 @@ class _Pull:
 
 
 class Pulls:
-    """Both sides of one engine's pulls. `slots` gives the page slot of each given token of a sequence."""
+    """Both sides of one engine's pulls. `slots` gives the page slot of each given token of a sequence, `held` how many
+    leading tokens of a reservation have KV that no attempt writes any more."""
 
-    def __init__(self, engine: Engine, links: PullLinks, slots: Callable[[Sequence], torch.Tensor]) -> None:
-        self._engine, self._links, self._slots = engine, links, slots
+    def __init__(
+        self,
+        engine: Engine,
+        links: PullLinks,
+        slots: Callable[[Sequence], torch.Tensor],
+        held: Callable[[str], int],
+    ) -> None:
+        self._engine, self._links, self._slots, self._held = engine, links, slots, held
         self.tokens = self.given_up = 0  # tokens that were pulled, and pulls that were granted or awaited in vain
         self._pulls: dict[str, _Pull] = {}
 
@@ -101,7 +108,7 @@ class Pulls:
         pull = self._pulls[ticket]
         if not pull.stopping:
             pull.stopping = True
-            self._links.revoke(pull_of(ticket), reason)
+            self._links.revoke(pull_of(ticket, pull.attempt), reason)
 
     @property
     def deadline(self) -> float | None:
@@ -148,14 +155,14 @@ class Pulls:
             return self._resume(ticket)
         pull.end = end
         slots = self._slots(pull.sequence)[:end]
-        self._links.grant(pull_of(ticket), attempt, pull.peer, slots, end, pull.sequence.num_computed)
+        self._links.grant(pull_of(ticket, attempt), attempt, pull.peer, slots, end, pull.sequence.num_computed)
         return None
 
     def _landed(self, name: str, landed: int | None) -> str | None:
         """A pull is over; its first `landed` tokens are there (None: all)."""
-        ticket = name.removesuffix(PULL_SUFFIX)
+        ticket = pulled_ticket(name)
         pull = self._pulls.get(ticket)
-        if pull is None:
+        if pull is None or pull_of(ticket, pull.attempt) != name:
             return None
         there = pull.end if landed is None else min(pull.end, landed)
         count = there - pull.sequence.num_computed
@@ -176,10 +183,11 @@ class Pulls:
         return ticket
 
     def _lend(self, wanted: PullWanted) -> None:
-        ticket, scheduler = wanted.ticket.removesuffix(PULL_SUFFIX), self._engine.scheduler
-        found = scheduler.get(ticket)
-        if found is None or not 0 <= wanted.start < wanted.end <= found[0].num_cached:
-            held = found[0].num_cached if found is not None else 0
+        ticket, scheduler = pulled_ticket(wanted.ticket), self._engine.scheduler
+        if scheduler.lends(wanted.ticket):
+            return  # it was asked for twice
+        found, held = scheduler.get(ticket), self._held(ticket)
+        if found is None or not 0 <= wanted.start < wanted.end <= held:
             reason = f"tokens {wanted.start} to {wanted.end} are wanted, {held} are held"
             self._links.refuse(wanted.ticket, wanted.attempt, wanted.peer, reason)
             return

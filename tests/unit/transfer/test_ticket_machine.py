@@ -212,14 +212,17 @@ class TicketMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.receiving)
     @rule(pick=st.integers(0, 9), layer=st.integers(0, 1), layers=st.integers(1, 2), count=st.integers(1, 9),
-          flaw=st.sampled_from(["", "", "", "", "", "number", "repeat", "gap"]), meanwhile=st.sampled_from(
-              ["", "", "", "cancel", "rearm", "link_down", "close", "turn"]))  # fmt: skip
+          flaw=st.sampled_from(["", "", "", "", "", "number", "repeat", "gap", "late", "stranger"]),
+          meanwhile=st.sampled_from(["", "", "", "cancel", "rearm", "link_down", "close", "turn"]))  # fmt: skip
     def frame(self, pick: int, layer: int, layers: int, count: int, flaw: str, meanwhile: str) -> None:
         """The next frame of one or both layers, and another one that may not fit, or while which things happen."""
         ticket = self.receiving[pick % len(self.receiving)]
         model = self.tickets[ticket]
         if (at := model.landed[1 - layer]) < model.given:
             self.deliver(ticket, model, model.frames, range(1 - layer, 2 - layer), range(at, at + 1), True, "")
+        if flaw in ("late", "stranger"):
+            self.misdirect(ticket, model, flaw)
+            return
         if layer or model.landed[0] != model.landed[1]:
             layers = 1
         at = model.landed[layer] + {"gap": 1, "repeat": -1}.get(flaw, 0)
@@ -228,6 +231,21 @@ class TicketMachine(RuleBasedStateMachine):
             number = model.frames + (flaw == "number")
             tokens = range(at, at + count)
             self.deliver(ticket, model, number, range(layer, layer + layers), tokens, not flaw, meanwhile)
+
+    def misdirect(self, ticket: str, model: Model, flaw: str) -> None:
+        """What would fit comes under an older attempt's number, or from somebody else; it must change nothing."""
+        layer = model.landed.index(min(model.landed))
+        peer, attempt = str(model.peer), model.attempt
+        if flaw == "late":
+            attempt -= 1
+        else:
+            peer = next(name for name in PEERS if name != peer)
+        link = self.links.get(peer) or FakeLink(peer, self.common)
+        size = LAYOUT.layer_token_bytes
+        if (at := model.landed[layer]) < model.given:
+            self.land(link, m.Announce(ticket, attempt, model.frames, layer, 1, at, 1, size), POISON)
+        link.receiver._commit(m.Commit(ticket, attempt, model.frames, model.family))
+        assert isinstance(link.said[-1], m.TicketClosed) and self.live(ticket)
 
     @precondition(lambda self: self.receiving)
     @rule(pick=st.integers(0, 9))
@@ -294,6 +312,9 @@ class TicketMachine(RuleBasedStateMachine):
     def round(self, family: int, length: int, peer: str | None, heals: bool) -> None:
         """A turn in a world that goes on: links come back, what failed is rearmed, and there are new requests."""
         self.turn()
+        for ticket in self.open:
+            model = self.tickets[ticket]
+            assert model.asked is None or model.cancelled, "a Rearm was not answered"
         if heals:
             for name in PEERS:
                 self.link_up(name)
