@@ -103,6 +103,7 @@ class ScriptedWorker(
         self.idle.set()
         self.draining = False
         self.stored: list[bytes] = []
+        self.told_held: list[int] = []  # what routers said decode holds, for each Prefill
         self.silent = False
         self._news = asyncio.Event()
         self._port = port
@@ -180,6 +181,7 @@ class ScriptedWorker(
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> AsyncIterator[Any]:
         action = self._begin(request.ticket, spec := spec_from_proto(request.sequence))
         self.wire.log.append(f"{self.worker_id} prefill {request.attempt}")
+        self.told_held.append(request.decode_tokens_held)
         try:
             if action == "refuse":
                 await abort(context, NoCapacity("scripted refusal"))

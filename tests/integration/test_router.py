@@ -308,6 +308,18 @@ async def test_a_decode_worker_that_holds_the_prompt_prefills_itself(folder: Pat
         assert other.finish.usage.prefill_worker == "p0"
 
 
+async def test_a_prefill_worker_hears_what_the_decode_worker_holds(folder: Path) -> None:
+    """So that it may pull the beginning of a conversation instead of computing it."""
+    prefill, decode = pair()
+    prompt = list(b"x" * 40 + b"y" * 60)
+    decode.stored = block_hashes(root_hash(LAYOUT), prompt[:40], LAYOUT.block_size)
+    async with suite(folder, prefill, decode) as made:
+        await made.until(lambda: any(worker.hashes for worker in made.fleet.workers))
+        await made.client.complete(prompt)
+        await made.client.complete(list(b"z" * 40))
+    assert prefill.told_held == [32, 0]
+
+
 async def test_equal_workers_take_turns(folder: Path) -> None:
     wire = Wire()
     workers = [ScriptedWorker(f"d{i}", "decode", wire) for i in range(3)]
