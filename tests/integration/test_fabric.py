@@ -179,12 +179,10 @@ async def test_a_real_suite_measures_its_links(tmp_path: Path) -> None:
             assert [size for size, _ in report["samples"]] == [64 << 10, 1 << 20]
             assert report["bytes_per_second"] > report["needed_bytes_per_second"] > 0
             assert report["prefill_tokens_per_second"] > 0 and report["round_trip_seconds"] > 0
-        fleet = await cluster.client.fleet()
-        assert {worker.worker_id: len(worker.links) for worker in fleet} == {
-            "prefill-0": 1,
-            "prefill-1": 1,
-            "decode-0": 2,
-        }
+        expected = {"prefill-0": 1, "prefill-1": 1, "decode-0": 2}
+        async with asyncio.timeout(30):  # workers tell of their links once a second
+            while {w.worker_id: len(w.links) for w in await cluster.client.fleet()} != expected:
+                pass
         status, out, err = await command("probe", "links", *arguments)
         assert status == 0 and out.count("times over") == 2 and "1 MiB" in out and not err
 

@@ -68,6 +68,8 @@ class Sends:
                     self._end(out, SendFailed(ticket, f"attempt {granted} took its place"))
                 case TicketClosed(_, ended, reason) if ended >= attempt:
                     self._end(out, SendFailed(ticket, reason))
+                case _ if ticket.endswith(PULL_SUFFIX):  # it was wanted by a grant, which went with its link
+                    self._end(out, SendFailed(ticket, "the link on which it was wanted is gone"))
         common.wire.flush()
 
     def advance(self, tickets: Sequence[tuple[str, int]], layer: int) -> None:
@@ -160,10 +162,12 @@ class Sends:
             del self._early[key]
 
     def _keep(self, peer: str, message: Grant | TicketClosed) -> None:
-        """Keep what came before its ticket did; of one attempt, its end outlasts its grant."""
+        """Keep what came before its ticket did: of the newest attempt, and its end rather than its grant."""
         key = (peer, message.ticket)
         kept = self._early.get(key)
-        if isinstance(kept, TicketClosed) and kept.attempt >= message.attempt:
+        if kept is not None and kept.attempt > message.attempt:
+            return  # as the answer to an older attempt's commit, which crossed the newer one's grant
+        if isinstance(kept, TicketClosed) and kept.attempt == message.attempt:
             return
         self._early[key] = message
         self._early.move_to_end(key)

@@ -137,7 +137,7 @@ Global___StoreSet: _TypeAlias = StoreSet  # noqa: Y015
 class Grant(_message.Message):
     """Grant tells the other side that pages for a ticket exist, so that it may send their KV. A decode worker grants the
     tickets that it reserved. A prefill worker that would rather have what the decode worker holds than compute it grants
-    the pull of a ticket, which is named ticket + "/pull".
+    the pull of a ticket, which is named ticket + "/" + attempt + "/pull".
     """
 
     DESCRIPTOR: _descriptor.Descriptor
