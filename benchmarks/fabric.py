@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from pdserve.core.layout import KVLayout
 from pdserve.engine.kv_cache import KVCache

@@ -76,8 +76,8 @@ async def served(model: Path, streams: int, tokens: int, folder: Path) -> list[t
     from pdserve.launch import Service
     from pdserve.rpc.channel import connect
     from pdserve.rpc.convert import spec_to_proto
+    from pdserve.rpc.versions import our_versions
     from pdserve.v1 import decode_pb2 as pb
-    from pdserve.v1 import worker_pb2
     from pdserve.v1.decode_pb2_grpc import DecodeServiceStub
 
     log = folder / "steps.json"
@@ -91,7 +91,7 @@ async def served(model: Path, streams: int, tokens: int, folder: Path) -> list[t
         os.sched_setaffinity(0, other_cores())
         channel = connect(service.endpoint)
         session = DecodeServiceStub(channel).Session()
-        hello = pb.SessionHello(protocol=worker_pb2.VersionRange(min=1, max=1), router_id="bench")
+        hello = pb.SessionHello(protocol=our_versions(), router_id="bench")
         await session.write(pb.SessionRequest(hello=hello))
         for index in range(streams):
             prompt, values = spec_values(index, tokens)

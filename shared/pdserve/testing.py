@@ -22,6 +22,7 @@ from pdserve.core.errors import Unavailable
 from pdserve.launch import Machine, ModelPart, Service, Suite, WorkerOptions, plan_suite
 from pdserve.launch.models import model_part
 from pdserve.rpc.channel import connect
+from pdserve.rpc.versions import our_versions
 from pdserve.v1 import worker_pb2
 from pdserve.v1.worker_pb2_grpc import WorkerServiceStub
 
@@ -118,7 +119,7 @@ async def wait_load(endpoint: str, until: Callable[[worker_pb2.WorkerLoad], bool
     """
     load, total = worker_pb2.WorkerLoad(), 0
     async with connect(endpoint) as channel:
-        hello = worker_pb2.WatchRequest(protocol=worker_pb2.VersionRange(min=1, max=1))
+        hello = worker_pb2.WatchRequest(protocol=our_versions())
         call = WorkerServiceStub(channel).Watch(hello)
         try:
             async with asyncio.timeout(timeout):

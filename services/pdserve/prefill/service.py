@@ -96,6 +96,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         finally:
             if link is not None:
                 link.cancel()
+                await asyncio.gather(link, return_exceptions=True)
             self._release(call, committed)
 
     def on_step(self, step: StepDone) -> None:
@@ -157,10 +158,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         return call
 
     async def _link(self, call: _Call, endpoint: str) -> None:
-        """Have the link up by the time the first frames exist; computing does not wait for it."""
+        """Have the link up by the time the first frames exist, and again where it ends before the engine had the ticket
+        (idle links make room for others); computing does not wait for it."""
         assert call.peer is not None
         try:
-            await self._front.links.open(endpoint, call.peer)
+            while True:
+                await self._front.links.open(endpoint, call.peer)
+                await self._front.links.ended(call.peer)
         except PdserveError as error:
             call.events.put_nowait(Unavailable(f"no link to {call.peer}: {error}"))
 

@@ -9,8 +9,8 @@ import grpc
 from pdserve.rpc.errors import RpcError
 from pdserve.v1 import worker_pb2
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
+PROTOCOL_MIN = 2  # 1 knew no Rearm: nothing that was released speaks it
+PROTOCOL_MAX = 2
 
 
 def our_versions() -> worker_pb2.VersionRange:

@@ -40,6 +40,7 @@ class Outgoing(Attempt):
     sent: list[int]
     events: list[torch.cuda.Event | None]
     granted: bool = False
+    held: int = 0  # leading tokens that the peer has, once granted
     tells_grant: bool = False  # whether the engine loop is to hear of the grant
     unseen: int = 0  # bytes computed since the sender was last woken for it
     frames: int = 0
@@ -68,6 +69,7 @@ class Book(Generic[A]):
     """The attempts of one side, by ticket. Every method is called with the lock held."""
 
     by_ticket: dict[str, A] = field(default_factory=dict)
+    left: Callable[[], None] = lambda: None  # called when an attempt is out of the books
 
     def get(self, ticket: str) -> A | None:
         """The live attempt at a ticket, or one that is over but still busy."""
@@ -99,6 +101,7 @@ class Book(Generic[A]):
 
     def _release(self, attempt: A) -> None:
         del self.by_ticket[attempt.ticket]
+        self.left()
         due, attempt.due = attempt.due, None
         if due is not None:
             due()

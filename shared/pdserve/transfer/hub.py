@@ -56,6 +56,7 @@ class LinkHub:
         established: Callable[[str, int], None],
         closed: Callable[[str, int, str], None],
         notify: Callable[[TransferEvent], None],
+        measured: Callable[[], None] = lambda: None,
     ) -> None:
         unit = FrameWire.of(layout).bytes(0, 1)
         if min(settings.frame_bytes, settings.ring_bytes // 2) < unit:
@@ -67,10 +68,11 @@ class LinkHub:
         self._links: dict[str, Link] = {}
         self._sends = Sends(self._common, self._links)
         self._receives = Receives(self._common, self._links)
-        self._established, self._closed = established, closed
+        self._established, self._closed, self._measured = established, closed, measured
         self._ended: dict[str, int] = {}  # the epoch of each peer's last link
         self._leaving: list[tuple[float, Link]] = []
         self._rings = Rings(settings.ring_bytes, settings.frame_bytes, unit, self._common.lock)
+        self._common.outgoing.left = self._common.incoming.left = self._rings.wake
         self._endings = Endings(self._lease, self._up, self._broke, self._rings.give_back)
 
     # Links; called from the thread that reads link control.
@@ -115,8 +117,8 @@ class LinkHub:
         """Measure a link with frames that nobody keeps, beside what else it carries; sizes are capped by what it takes,
         none mean a range of them.
 
-        `done` is called with the lock held and must not wait. Where the link is gone, or is being probed already, it is
-        called at once with no samples.
+        `done` is called with the lock held and must not wait; at once, with no samples, where the link is gone, and not
+        at all where it ends before.
         """
         with self._common.lock:
             link = self._links.get(peer)
@@ -126,7 +128,9 @@ class LinkHub:
                     link.note_probe(round_trip, samples)
                 done(round_trip, samples)
 
-            if link is None or link.epoch != epoch or not link.sender.probe(sizes, bytes_per_size, note):
+            if link is not None and link.epoch == epoch:
+                link.sender.probe(sizes, bytes_per_size, note)
+            else:
                 done(0.0, [])
 
     # The sending side; called from the engine loop.
@@ -210,6 +214,12 @@ class LinkHub:
         return TransferReport(links, **counters, threads_abandoned=self.abandoned)
 
     @property
+    def leaving(self) -> bool:
+        """Whether threads of closed links are still to come back."""
+        with self._common.lock:
+            return any(link.alive() for _, link in self._leaving)
+
+    @property
     def abandoned(self) -> int:
         """How many threads of closed links are stuck past their deadline."""
         now = time.monotonic()
@@ -274,7 +284,6 @@ class LinkHub:
         common = self._common
         busy = {attempt.peer for book in (common.outgoing, common.incoming) for attempt in book.by_ticket.values()}
         idle = [link for link in self._links.values() if link.established and link.peer not in busy]
-        idle = [link for link in idle if not link.sender.in_flight]
         if not idle:
             return None
         link = min(idle, key=lambda link: link.used)
@@ -289,9 +298,10 @@ class LinkHub:
         device = torch.device("cpu") if link.transport == "gloo" else self._common.kv.device
         closed: list[Link] = []
 
-        def make_room() -> None:
+        def make_room() -> bool:
             if (idle := self._close_idle()) is not None:
                 closed.append(idle)
+            return idle is not None
 
         try:
             return self._rings.lease(device, settings.open_timeout, make_room, lambda: link.closed)
@@ -303,7 +313,7 @@ class LinkHub:
         self._established(link.peer, link.epoch)
         settings = self._common.settings
         if settings.probe_bytes and settings.sends:
-            self.probe(link.peer, link.epoch, [settings.frame_bytes], settings.probe_bytes, lambda *_: None)
+            self.probe(link.peer, link.epoch, [settings.frame_bytes], settings.probe_bytes, lambda *_: self._measured())
 
     def _broke(self, link: Link, reason: str) -> None:
         with self._common.lock:

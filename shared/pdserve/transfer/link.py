@@ -152,7 +152,9 @@ class Link:
             self._tell.broke(self, describe(error))
         finally:
             transport.close()
-            if not sends:
+            if sends:
+                self.sender.frames = []
+            else:
                 self._quiet()
 
     def _quiet(self) -> None:

@@ -8,6 +8,8 @@ PROBE_TICKET = ""  # frames of it are received and dropped
 SMALL = 64  # bytes of the frame that measures the round trip
 ROUND_TRIPS = 5
 WARM_UP = 2  # frames of each size that are not counted
+MAX_FRAMES = 4096  # of each size
+PATIENCE = 45.0  # seconds for a whole probe
 
 # (seconds of a small frame's round trip, (frame bytes, bytes a second) for each size)
 Done = Callable[[float, list[tuple[int, float]]], None]
@@ -23,12 +25,14 @@ class Probe:
 
     Small frames go one by one, for the round trip; then frames of each size as fast as credit comes back, from the
     announcement of the first that counts until the last one's credit is back. A sample waits for the one before it.
+    What is not measured within PATIENCE is left out.
     """
 
-    def __init__(self, sizes: Sequence[int], bytes_per_size: int, done: Done) -> None:
-        counts = [(size, WARM_UP + max(2, bytes_per_size // size)) for size in sizes]
+    def __init__(self, sizes: Sequence[int], bytes_per_size: int, done: Done, now: float) -> None:
+        counts = [(size, WARM_UP + min(MAX_FRAMES, max(2, bytes_per_size // size))) for size in sizes]
         self._plan = [(SMALL, ROUND_TRIPS), *counts]
         self._done = done
+        self._deadline = now + PATIENCE
         self._round_trips: list[float] = []
         self._samples: list[tuple[int, float]] = []
         self._sent = self._landed = 0
@@ -52,7 +56,9 @@ class Probe:
             self._began = now
 
     def landed(self, now: float) -> None:
-        """A frame's credit is back. At the last one `done` is called."""
+        """A frame's credit is back. At the last one `done` is called; afterwards nothing more happens."""
+        if self.over:
+            return
         self._landed += 1
         size, count = self._plan[0]
         if len(self._round_trips) < ROUND_TRIPS:
@@ -63,5 +69,7 @@ class Probe:
         if self._landed == count:
             del self._plan[0]
             self._sent = self._landed = 0
+        if now >= self._deadline:
+            self._plan.clear()
         if self.over:
-            self._done(sorted(self._round_trips)[ROUND_TRIPS // 2], self._samples)
+            self._done(sorted(self._round_trips)[len(self._round_trips) // 2], self._samples)

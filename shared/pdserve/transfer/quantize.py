@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+TINY = torch.finfo(torch.float32).tiny  # scales below it have no reciprocal; such numbers travel as zeros
 CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
@@ -25,6 +26,7 @@ def quantize(data: torch.Tensor, kind: str, blocks: torch.Tensor) -> tuple[torch
         numbers = plane.to(torch.float32, copy=True)
         index = blocks.unsqueeze(1).expand(-1, heads)
         scale.scatter_reduce_(0, index, numbers.abs().amax(dim=-1), "amax").div_(largest)
+        scale.masked_fill_(scale < TINY, 0.0)
         inverse = torch.where(scale > 0, scale.reciprocal(), scale)
         numbers.mul_(inverse[blocks].unsqueeze(-1))
         if dtype is torch.int8:

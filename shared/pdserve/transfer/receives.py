@@ -56,6 +56,7 @@ class Receives:
                 common.notify(Revoked(ticket))
             else:
                 if not incoming.over:
+                    common.counters.receive_aborts += 1
                     self._tell_closed(incoming, reason)
                 common.incoming.end(incoming, lambda: common.notify(Revoked(ticket, incoming.landing.whole)))
         common.wire.flush()
@@ -94,6 +95,7 @@ class Receives:
 
     def _fail(self, incoming: Incoming, reason: str) -> None:
         """End an attempt; what has landed is told once its pages are quiet."""
+        self._common.counters.receive_aborts += 1
 
         def tell() -> None:
             landed = incoming.landing.whole

@@ -88,10 +88,11 @@ class Rings:
         self._returned = threading.Condition(lock)
 
     def lease(
-        self, device: torch.device, patience: float, make_room: Callable[[], None], gone: Callable[[], bool]
+        self, device: torch.device, patience: float, make_room: Callable[[], bool], gone: Callable[[], bool]
     ) -> Ring:
         """Wait up to `patience` seconds for a share. Called without the lock; the callables are called with it:
-        `make_room` once, where none is free, and `gone` says that nobody wants it any more.
+        `make_room`, where none is free, until it says that a share will be returned, and `gone` says that nobody wants
+        one any more.
 
         Raises NoCapacity.
         """
@@ -100,9 +101,9 @@ class Rings:
             pool = self._pools.get(device)
             if pool is None:
                 pool = self._pools[device] = RingPool(*self._sizes, device)
-            if not pool.free:
-                make_room()
+            made = False
             while not pool.free and not gone() and (left := deadline - time.monotonic()) > 0:
+                made = made or make_room()
                 self._returned.wait(left)
             ring = pool.lease()
             self._owner[id(ring)] = pool

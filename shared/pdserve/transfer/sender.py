@@ -29,7 +29,8 @@ class Sender:
         self.bytes_sent = 0
         self.credit = 0
         self.bytes_in_flight = 0
-        self.in_flight: deque[tuple[Outgoing | None, int]] = deque()  # announced frames, oldest first; None: a probe's
+        self.in_flight: deque[tuple[Outgoing | Probe, int]] = deque()  # whose announced frames are, oldest first
+        self.frames: list[torch.Tensor] = []  # a transport may read them until it is closed
         self._common = common
         self._post = post
         self._changed = threading.Condition(common.lock)
@@ -38,7 +39,7 @@ class Sender:
         self._max_frame = 0  # unknown until the first credit
         self._share = 0  # of the credit, for one ticket while others wait
         self._probe: Probe | None = None
-        self._wish: tuple[Sequence[int], int, Done] | None = None
+        self._probes: deque[tuple[Sequence[int], int, Done]] = deque()  # to come, until credit came or one is through
         self._closed = False
 
     def wake(self) -> None:
@@ -58,35 +59,32 @@ class Sender:
         if not self._max_frame:
             self._max_frame = min(self._common.settings.frame_bytes, size // 2)
             self._share = max(self._max_frame, size // 2)
-            if self._wish is not None:
-                self._begin(*self._wish)
+            self._next_probe()
         elif self.in_flight:
-            out, landed = self.in_flight.popleft()
+            owner, landed = self.in_flight.popleft()
             self.bytes_in_flight -= landed
-            if out is not None:
-                out.in_flight -= landed
-            elif self._probe is not None:
-                self._probe.landed(time.monotonic())
-                if self._probe.over:
+            if isinstance(owner, Probe):
+                owner.landed(time.monotonic())
+                if owner is self._probe and owner.over:
                     self._probe = None
                     self._turns.remove(PROBE_TICKET)
+                    self._next_probe()
+            else:
+                owner.in_flight -= landed
         self._changed.notify()
 
-    def probe(self, sizes: Sequence[int], bytes_per_size: int, done: Done) -> bool:
-        """Measure the link, as soon as credit came; `done` is called with the lock held. False: another probe is under
-        way."""
-        if self._probe is not None or self._wish is not None:
-            return False
-        if self._max_frame:
-            self._begin(sizes, bytes_per_size, done)
-        else:
-            self._wish = (sizes, bytes_per_size, done)
-        return True
+    def probe(self, sizes: Sequence[int], bytes_per_size: int, done: Done) -> None:
+        """Measure the link, once credit came and other probes are through; `done` is called with the lock held, unless
+        the link ends before."""
+        self._probes.append((sizes, bytes_per_size, done))
+        self._next_probe()
 
-    def _begin(self, sizes: Sequence[int], bytes_per_size: int, done: Done) -> None:
-        self._wish = None
+    def _next_probe(self) -> None:
+        if self._probe is not None or not self._max_frame or not self._probes:
+            return
+        sizes, bytes_per_size, done = self._probes.popleft()
         wanted = [min(size, self._max_frame) for size in sizes or default_sizes(self._max_frame)]
-        self._probe = Probe(sorted(set(wanted)), bytes_per_size, done)
+        self._probe = Probe(sorted(set(wanted)), bytes_per_size, done, time.monotonic())
         self._turns.add(PROBE_TICKET)
         self._changed.notify()
 
@@ -113,7 +111,8 @@ class Sender:
         time.
         """
         size = self._common.settings.frame_bytes
-        free = [torch.empty(size, dtype=torch.uint8, device=transport.device) for _ in range(AHEAD + 1)]
+        self.frames = [torch.empty(size, dtype=torch.uint8, device=transport.device) for _ in range(AHEAD + 1)]
+        free = list(self.frames)
         mover = PageMover(self._common.kv, self._common.layout)
         ready: deque[tuple[torch.Tensor, int]] = deque()
         under_way: tuple[Work, torch.Tensor] | None = None
@@ -137,7 +136,7 @@ class Sender:
         common = self._common
         while True:
             with self._changed:
-                while (choice := self._choose()) is None:
+                while (choice := self._choose(ahead=not wait)) is None:
                     if self._closed or not wait:
                         return 0
                     self._changed.wait()
@@ -148,7 +147,7 @@ class Sender:
                     out, frame = choice
                     out.busy = True
                     layers = range(frame.layer_start, frame.layer_start + frame.layer_count)
-                    events = {event for event in out.events[layers.start : layers.stop] if event is not None}
+                    events = {event for event in _events(out, frame) if event is not None}
             if out is None:
                 common.wire.flush()
                 return choice if isinstance(choice, int) else 0
@@ -168,8 +167,9 @@ class Sender:
             if announced:
                 return frame.bytes
 
-    def _choose(self) -> tuple[Outgoing, Frame] | int | None:
-        """A ticket's next frame, or the size of a probe's."""
+    def _choose(self, ahead: bool) -> tuple[Outgoing, Frame] | int | None:
+        """A ticket's next frame, or the size of a probe's. `ahead`: only what is computed already, on a GPU too, since
+        the frame under way must not wait for that."""
         if self._closed or not self._max_frame or self.credit < self._max_frame:
             return None
         settings, chosen = self._common.settings, dict[str, tuple[Outgoing, Frame]]()
@@ -189,6 +189,8 @@ class Sender:
                 flush=out.first_token is not None,
             )
             if frame is None or (out.in_flight and len(self._turns) > 1 and out.in_flight + frame.bytes > self._share):
+                return 0
+            if ahead and not all(map(_completed, _events(out, frame))):
                 return 0
             chosen[ticket] = (out, frame)
             return frame.bytes
@@ -226,12 +228,20 @@ class Sender:
         self.settle(out)
 
     def _announce_probe(self, size: int) -> None:
+        assert self._probe is not None
         self._post(Announce(PROBE_TICKET, 0, 0, 0, 0, 0, 0, size))
-        if self._probe is not None:
-            self._probe.sent(time.monotonic())
-        self._count(None, size)
+        self._probe.sent(time.monotonic())
+        self._count(self._probe, size)
 
-    def _count(self, out: Outgoing | None, size: int) -> None:
-        self.in_flight.append((out, size))
+    def _count(self, owner: Outgoing | Probe, size: int) -> None:
+        self.in_flight.append((owner, size))
         self.bytes_in_flight += size
         self.credit -= size
+
+
+def _events(out: Outgoing, frame: Frame) -> Sequence[torch.cuda.Event | None]:
+    return out.events[frame.layer_start : frame.layer_start + frame.layer_count]
+
+
+def _completed(event: torch.cuda.Event | None) -> bool:
+    return event is None or bool(event.query())  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pdserve.core.errors import IntegrityError
+from pdserve.policy.transfer_plan import Wire
 from pdserve.transfer.attempts import Outgoing
 from pdserve.transfer.common import Common
 from pdserve.transfer.link import Link
@@ -33,6 +34,7 @@ class Sends:
 
     def __init__(self, common: Common, links: Mapping[str, Link]) -> None:
         self._common, self._links = common, links
+        self._wire = Wire.of(common.layout)
         self._early: OrderedDict[tuple[str, str], Grant | TicketClosed] = OrderedDict()
 
     def start(
@@ -82,9 +84,8 @@ class Sends:
                 if out is None or out.over:
                     continue
                 tokens = min(tokens, out.end)
-                fresh = (tokens - out.computed[layer]) * common.layout.layer_token_bytes
-                out.unseen += fresh
-                common.counters.bytes_produced += fresh
+                out.unseen += (tokens - out.computed[layer]) * common.layout.layer_token_bytes
+                self._produced(out, out.computed[layer], tokens)
                 out.computed[layer], out.events[layer] = tokens, event
                 if out.granted and (last or out.unseen >= common.settings.target_bytes):
                     out.unseen = 0
@@ -183,12 +184,20 @@ class Sends:
             self._tell_closed(out, reason)
             self._end(out, SendFailed(out.ticket, reason))
             return
-        out.granted = True
+        out.granted, out.held = True, tokens_held
+        for computed in out.computed:
+            self._produced(out, 0, computed)
         link.used = time.monotonic()
         out.sent = [tokens_held] * len(out.sent)
         link.sender.admit(out)
         if out.tells_grant:
             self._common.notify(Granted(out.ticket, out.attempt, tokens_held))
+
+    def _produced(self, out: Outgoing, start: int, end: int) -> None:
+        """Count what is there now and has to be sent, as it weighs on the wire."""
+        start = max(start, out.held)
+        if out.granted and end > start and not out.ticket.endswith(PULL_SUFFIX):
+            self._common.counters.bytes_produced += self._wire.bytes(start, end - start)
 
     def _tell_closed(self, out: Outgoing, reason: str) -> None:
         if (link := self._links.get(out.peer)) is not None:

@@ -102,6 +102,7 @@ class EngineLoop:
             established=self._established,
             closed=lambda peer, epoch, reason: links.send(LinkClosed(peer, epoch, reason)),
             notify=self._notify,
+            measured=self._wake,
         )
         require(settings.kv_transport, str(self._built.device))  # now, not when the first link opens
         self._handoff = Handoff(self._engine, self._hub, self._tell_ticket)
@@ -220,8 +221,9 @@ class EngineLoop:
         if now < self._report_due:
             return
         report = self._handoff.report(self._hub.report())
-        self._report_pending = report != self._reported
-        if self._report_pending:
+        changed = report != self._reported
+        self._report_pending = changed or self._hub.leaving
+        if changed:
             self._link_channel.send(LinkStats(report))
         self._reported, self._report_due = report, now + REPORT_PACE
 

@@ -27,7 +27,7 @@ from pdserve.rpc.convert_link import (
 )
 from pdserve.rpc.errors import RpcError, abort, error_from_call
 from pdserve.transfer.messages import TransferReport
-from pdserve.transfer.path import Facts, Path, describe_path, local_facts
+from pdserve.transfer.path import Facts, describe_path, local_facts
 from pdserve.v1 import kv_pb2, kv_pb2_grpc
 from pdserve.worker.greeting import check_hello, choose_transport
 from pdserve.worker.link_stream import LinkStream, Read, Write
@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 
 HELLO_DEADLINE = 5.0
 OPEN_DEADLINE = 20.0  # seconds for both halves; making a NCCL communicator takes some of them
-PROBE_DEADLINE = 60.0
+PROBE_DEADLINE = 100.0  # above twice a probe's own patience: one may have to wait for another
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,11 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
             if not self._waiters[peer]:
                 del self._waiters[peer]
 
+    async def ended(self, peer: str) -> None:
+        """Wait until the link to `peer` that is there now, if there is one, is over."""
+        if (link := self._links.get(peer)) is not None:
+            await link.gone.wait()
+
     async def probe(self, endpoint: str, peer: str, frame_bytes: list[int], bytes_per_size: int) -> Probe:
         """Measure the link to `peer`, opening it where it is missing.
 
@@ -150,7 +155,10 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         try:
             self._tell_engine(LinkProbe(peer, link.epoch, frame_bytes, bytes_per_size))
             async with asyncio.timeout(PROBE_DEADLINE):
-                return Probe(link.transport, link.path.name, link.path.degraded, await future)
+                measured = await future
+            if not measured.samples:
+                raise Unavailable(f"the link to {peer} ended, or took too long for any measurement")
+            return Probe(link.transport, link.path.name, link.path.degraded, measured)
         except TimeoutError:
             raise Unavailable(f"probing the link to {peer} took longer than {PROBE_DEADLINE} s") from None
         finally:
@@ -173,10 +181,8 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
             case LinkProbed():
                 if link.probe is not None and not link.probe.done():
                     link.probe.set_result(message)
-            case LinkEstablished(_, _, path, degraded):
+            case LinkEstablished():
                 link.established = True
-                if path:  # the engine knows better
-                    link.path = Path(path, degraded)
                 self._log_path(link)
                 self._settle(link.peer, link.transport)
             case LinkClosed(_, _, reason):

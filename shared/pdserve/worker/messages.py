@@ -256,8 +256,6 @@ class LinkEstablished(msgspec.Struct, frozen=True, tag=True):
 
     peer: str
     epoch: int
-    path: str = ""
-    degraded: str = ""
 
 
 class LinkProbe(msgspec.Struct, frozen=True, tag=True):

@@ -89,7 +89,9 @@ def _of_report(report: TransferReport) -> Iterator[Metric]:
     aborts: dict[tuple[str, ...], float] = {("send",): report.send_aborts, ("receive",): report.receive_aborts}
     yield counter("kv_transfer_aborts_total", "Attempts that ended without a commit.", aborts, ["side"])
     yield counter("kv_stale_frames_total", "Frames received for nobody, and dropped.", report.stale_frames)
-    yield counter("kv_produced_bytes_total", "KV computed here for hand-offs.", report.bytes_produced)
+    yield counter(
+        "kv_produced_bytes_total", "KV that was there to be sent, as it weighs on the wire.", report.bytes_produced
+    )
     yield counter("kv_rearms_total", "New attempts at reservations that stood.", report.rearms)
     yield counter("kv_pulled_tokens_total", "Prompt tokens pulled from decode workers.", report.pulled_tokens)
     yield counter("kv_pulls_given_up_total", "Pulls that failed or took too long.", report.pulls_given_up)

@@ -136,7 +136,8 @@ class Pulls:
             case KvReady(name):
                 return self._landed(name, None)
             case ReceiveFailed(name, _, reason, landed):
-                self.given_up += 1
+                pull = self._pulls.get(pulled_ticket(name))
+                self.given_up += pull is not None and not pull.stopping
                 log.warning("pull_failed", ticket=name, reason=reason, landed=landed)
                 return self._landed(name, landed)
             case Revoked(name, landed):

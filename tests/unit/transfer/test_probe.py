@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.transfer.probe import ROUND_TRIPS, SMALL, WARM_UP, Probe, default_sizes
+from pdserve.transfer.probe import PATIENCE, ROUND_TRIPS, SMALL, WARM_UP, Probe, default_sizes
 
 
 def test_round_trips_one_by_one_then_each_size_at_full_speed() -> None:
     """A peer that takes 2 ms for a small frame and 10 ms for each that counts gives just those figures."""
     found: list[tuple[float, list[tuple[int, float]]]] = []
-    probe = Probe([1000, 5000], 4000, lambda *result: found.append(result))
+    probe = Probe([1000, 5000], 4000, lambda *result: found.append(result), 0.0)
     now = 0.0
     for _ in range(ROUND_TRIPS):
         assert probe.next_size() == SMALL
@@ -39,3 +39,18 @@ def test_sizes_end_with_the_largest() -> None:
     assert default_sizes(1 << 18) == [1 << 16, 1 << 17, 1 << 18]
     assert default_sizes(100_000) == [1 << 16, 100_000]
     assert default_sizes(1000) == [1000]
+
+
+def test_a_slow_link_tells_what_it_could() -> None:
+    """What takes too long is left out; credits that come late change nothing."""
+    found: list[tuple[float, list[tuple[int, float]]]] = []
+    probe = Probe([1000], 1 << 40, lambda *result: found.append(result), 0.0)
+    for _ in range(ROUND_TRIPS):
+        probe.sent(0.0)
+        probe.landed(1.0)
+    probe.sent(2.0)
+    probe.sent(3.0)
+    probe.landed(PATIENCE)
+    assert probe.over and found == [(1.0, [])]
+    probe.landed(PATIENCE + 1)
+    assert len(found) == 1

@@ -46,3 +46,11 @@ def test_the_largest_number_of_a_block_comes_back() -> None:
         assert codes.float().abs().max() == largest
         back = dequantize(codes, scales, torch.tensor([0]), torch.float32)
         torch.testing.assert_close(back[..., :2], data[..., :2])
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_numbers_too_small_for_a_scale_become_zeros(kind: str) -> None:
+    """And never something that is no number."""
+    data = torch.full((1, 2, 1, 1, 4), 1e-37)
+    back = dequantize(*quantize(data, kind, torch.tensor([0])), torch.tensor([0]), torch.float32)
+    assert back.isfinite().all() and (back - data).abs().max() <= 2e-37

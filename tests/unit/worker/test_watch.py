@@ -17,6 +17,7 @@ from pdserve.rpc.channel import connect
 from pdserve.rpc.errors import RpcError, error_from_call
 from pdserve.rpc.server import GrpcServer
 from pdserve.rpc.settings import ServiceSettings
+from pdserve.rpc.versions import our_versions
 from pdserve.transfer.messages import LinkReport, TransferReport
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker import watch
@@ -184,7 +185,7 @@ async def test_over_grpc_drain_is_told_and_a_foreign_version_is_refused() -> Non
     service = (worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerServicer(board, drain), name)
     async with GrpcServer(ServiceSettings(), [service]) as server, connect(server.endpoint) as channel:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
-        call = stub.Watch(worker_pb2.WatchRequest(protocol=worker_pb2.VersionRange(min=1, max=1)), timeout=5)
+        call = stub.Watch(worker_pb2.WatchRequest(protocol=our_versions()), timeout=5)
         try:
             assert (await call.read()).snapshot.worker_id == "w"  # type: ignore[union-attr]
             await stub.Drain(worker_pb2.DrainRequest(), timeout=5)
