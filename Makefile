@@ -6,7 +6,7 @@ STAMP := $(VENV)/installed
 export PROMPT
 PYTEST := $(BIN)/python -m pytest --durations=10
 
-.PHONY: help venv demo check test test-e2e test-gpu proto bench-steps bench-attention bench-links clean
+.PHONY: help venv demo check test test-e2e test-gpu proto bench-steps bench-attention bench-links bench-fabric bench-stopped-peer soak clean
 
 help:  ## What there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -51,6 +51,15 @@ bench-attention: $(STAMP)  ## Ways to attend over pages on a CPU.
 
 bench-links: $(STAMP)  ## How fast KV moves between two workers.
 	$(BIN)/python benchmarks/links.py
+
+bench-stopped-peer: $(STAMP)  ## Does a peer that stops or dies disturb anybody but its own tickets?
+	$(BIN)/python benchmarks/stopped_peer.py
+
+soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail.
+	PDSERVE_LIFECYCLES=10000 $(PYTEST) -s tests/chaos/test_lifecycles.py
+
+bench-fabric: $(STAMP)  ## A KV link against a bare group; exposed transfer; hand-off; int8 agreement.
+	$(BIN)/python benchmarks/fabric.py
 
 clean:  ## Remove what was built; the model cache stays.
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -196,6 +196,7 @@ class Cable:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     doomed: bool = False  # its end was brought about
     tap: Tap | None = None
+    probed: asyncio.Queue[m.LinkProbed] = field(default_factory=asyncio.Queue)
     _established: set[str] = field(default_factory=set)
     _held: dict[str, list[ControlMessage]] = field(default_factory=dict)
 
@@ -230,6 +231,15 @@ class Cable:
         for task in pending:
             task.cancel()
         assert len(pending) < 2, "a link came up on neither side, or only on one"
+
+    async def quiet(self) -> None:
+        """Wait until the link has measured itself, in both directions: until then its frames are in flight."""
+        for engine in self.ends:
+            samples: list[tuple[int, float]] = []
+            while not samples:  # the answer to one that comes too early is empty
+                engine.tell_link(m.LinkProbe(self.other(engine).name, self.epochs[engine.name], [64], 64))
+                async with asyncio.timeout(PATIENCE):
+                    samples = (await self.probed.get()).samples
 
     def stall(self, source: Engine) -> None:
         """Hold back what `source` says from now on."""
@@ -323,6 +333,8 @@ class Fabric:
                 cable.carry(engine, control)
             case m.LinkEstablished():
                 cable.established(engine)
+            case m.LinkProbed():
+                cable.probed.put_nowait(message)
             case m.LinkClosed(_, _, reason):
                 if not cable.doomed and not cable.over.is_set():
                     self.problems.append(f"{engine.name} lost its link to {message.peer}: {reason}")

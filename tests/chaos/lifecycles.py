@@ -273,7 +273,9 @@ class Try:
                     self._begin(name)
                 elif self.ended is None and attempt == self.attempt and self.waiting is None:
                     self._on_attempt_over(event)
-            case PromptDone() | m.KvCommitted():
+            case PromptDone():
+                self.life.seen["pulled"] += event.pulled_tokens > 0
+            case m.KvCommitted():
                 pass
 
     def _on_attempt_over(self, event: Ended | Died) -> None:

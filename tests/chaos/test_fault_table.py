@@ -21,7 +21,7 @@ from msgspec import structs
 
 from pdserve.core.sequence import EndReason
 from pdserve.engine.outputs import Ended, TokenOut
-from pdserve.transfer.messages import Announce, ControlMessage
+from pdserve.transfer.messages import Announce, ControlMessage, Grant
 from pdserve.worker import messages as m
 from tests.chaos.engines import PATIENCE, TOKEN_BYTES, Cable, Engine, Event, Fabric, engine_settings
 from tests.chaos.lifecycles import Prompt, references
@@ -83,7 +83,7 @@ class Bench:
             if not engine.alive:
                 await engine.start()
         for prefill in ("p0", "p1"):
-            await self.fabric.link(prefill, "d0")
+            await (await self.fabric.link(prefill, "d0")).quiet()
 
     @property
     def cable(self) -> Cable:
@@ -101,6 +101,21 @@ class Bench:
         ticket, request = self.reserve(peer)
         self.fabric[peer].send(m.StartPrefill(ticket, 1, request.spec(), "d0"))
         return ticket, request
+
+    async def granted(self) -> str:
+        """A reservation that p0 was told of. The link is about to end."""
+        passed = asyncio.Event()
+
+        def tap(source: Engine, message: ControlMessage) -> ControlMessage:
+            if isinstance(message, Grant):
+                passed.set()
+            return message
+
+        self.cable.tap, self.cable.doomed = tap, True
+        ticket, _ = self.reserve()
+        async with asyncio.timeout(PATIENCE):
+            await passed.wait()
+        return ticket
 
     async def until(self, ticket: str, of: Engine, wanted: Callable[[Event], bool], timeout: float = PATIENCE) -> Event:
         """The next event of an engine about a ticket that is wanted; those of others are kept for later."""
@@ -247,8 +262,7 @@ async def test_control_ends_on_one_side_only(bench: Bench, first: str) -> None:
     if first == "d0":
         ticket, _ = await bench.stuck(lambda: None, tell=False)  # the frame is being sent, and not received
     else:
-        ticket, _ = bench.reserve()  # a frame is being received, and not sent
-        bench.cable.doomed = True
+        ticket = await bench.granted()  # a frame is being received, and not sent
         bench.cable.deliver(bench.p0, Announce(ticket, 1, 0, 0, 1, 0, 1, TOKEN_BYTES // 2))
     began = time.monotonic()
     bench.cable.end("stream reset", bench.fabric[first])
