@@ -11,7 +11,6 @@ import os
 import platform
 import selectors
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence, Set
@@ -28,11 +27,10 @@ from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
 from pdserve.engine.fetch import resolve_model
 from pdserve.engine.outputs import Load
 from pdserve.telemetry.logs import setup_logs
-from pdserve.transfer.connect import require, transports_on
-from pdserve.transfer.hub import LinkHub, LinkSettings
-from pdserve.transfer.messages import TransferEvent, TransferReport
-from pdserve.transfer.probe import Done
+from pdserve.transfer.connect import transports_on
+from pdserve.transfer.messages import TransferEvent
 from pdserve.worker.channel import Channel
+from pdserve.worker.engine_links import EngineLinks
 from pdserve.worker.handoff import Handoff
 from pdserve.worker.messages import (
     BlocksExported,
@@ -45,14 +43,7 @@ from pdserve.worker.messages import (
     FromEngine,
     IntegrityReport,
     KvCommitted,
-    LinkClosed,
-    LinkControl,
-    LinkEstablished,
     LinkMessage,
-    LinkOpened,
-    LinkProbe,
-    LinkProbed,
-    LinkStats,
     LoadBlocks,
     Progress,
     Rearm,
@@ -65,10 +56,6 @@ from pdserve.worker.messages import (
 )
 from pdserve.worker.step_log import StepLog, TransferRecord
 
-# What a new link is measured with: some milliseconds on any fabric.
-PROBE_BYTES = 16 << 20
-DEFAULT_PROBE_BYTES = 32 << 20  # a size, where whoever asks names no amount
-REPORT_PACE = 0.25  # seconds between reports of the links' state
 SEND_BUFFER_BYTES = 4 << 20  # the front may lag some steps behind before a step has to wait for it
 
 
@@ -78,42 +65,18 @@ class EngineLoop:
     def __init__(
         self, settings: EngineSettings, channel: Channel[ToEngine, FromEngine], links: Channel[LinkMessage, LinkMessage]
     ) -> None:
-        self._channel, self._link_channel = channel, links
+        self._channel = channel
         self._events: deque[TransferEvent] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._built = build_engine(_options(settings), self._on_layer, lambda *at: channel.send(Progress(*at)))
         self._engine = self._built.engine
-        self._hub = LinkHub(
-            self._built.kv,
-            self._built.layout,
-            LinkSettings(
-                frame_bytes=settings.frame_bytes,
-                ring_bytes=settings.ring_bytes,
-                frame_timeout=settings.frame_timeout,
-                transport=settings.kv_transport,
-                hostname=settings.kv_host,
-                target_bytes=settings.target_bytes,
-                checksum=settings.kv_checksum,
-                probe_bytes=PROBE_BYTES,
-            ),
-            send_control=lambda peer, epoch, message: links.send(LinkControl(peer, epoch, message)),
-            established=self._established,
-            closed=lambda peer, epoch, reason: links.send(LinkClosed(peer, epoch, reason)),
-            notify=self._notify,
-            measured=self._wake,
-        )
-        require(settings.kv_transport, str(self._built.device))  # now, not when the first link opens
-        self._handoff = Handoff(self._engine, self._hub, self._tell_ticket)
+        self._links = EngineLinks(settings, self._built, links, self._notify, self._wake)
+        self._handoff = Handoff(self._engine, self._links.hub, self._tell_ticket)
         self._number = 0
         self._told: Load | None = None
-        self._reported = TransferReport()
-        self._report_due = 0.0
-        self._report_pending = False
-        self._probes: deque[LinkProbed] = deque()
         self._running = True
-        self._link_failure: Exception | None = None
         self._step_log_path = settings.step_log
         self._step_log = StepLog() if settings.step_log else None
         if self._step_log is not None:
@@ -122,7 +85,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until told to shut down, or until the front is gone."""
-        threading.Thread(target=self._serve_links, name="link-control", daemon=True).start()
+        self._links.start()
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
@@ -135,8 +98,8 @@ class EngineLoop:
                 if self._engine.has_work:
                     self._step()
                 self._tell()
-                self._tell_links()
-        self._hub.shutdown()
+                self._links.tell(self._handoff.report)
+        self._links.hub.shutdown()
         if self._step_log is not None:
             self._step_log.write(Path(self._step_log_path))
 
@@ -152,8 +115,7 @@ class EngineLoop:
     def _take_in(self, ready: Set[object]) -> None:
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
-        if self._link_failure is not None:
-            raise self._link_failure
+        self._links.raise_failure()
         while self._events:
             self._handoff.on_event(self._events.popleft())
         more = self._channel in ready
@@ -185,7 +147,7 @@ class EngineLoop:
             case ExportBlocks(hashes):
                 self._channel.send(BlocksExported(*export_blocks(kv, scheduler.pool, hashes)))
             case CheckIntegrity():
-                self._channel.send(IntegrityReport(self._problem(), self._engine.load(*self._hub.stats())))
+                self._channel.send(IntegrityReport(self._problem(), self._engine.load(*self._links.hub.stats())))
             case Shutdown():
                 self._running = False
             case EngineSettings():
@@ -195,7 +157,7 @@ class EngineLoop:
         """Send what happened as one message; nothing where nothing did."""
         outputs = self._engine.take_outputs()
         self._handoff.after_step(outputs)
-        load = self._engine.load(*self._hub.stats())
+        load = self._engine.load(*self._links.hub.stats())
         stored, removed = self._engine.scheduler.pool.take_changes()
         if outputs or stored or removed or load != self._told:
             self._number += 1
@@ -212,21 +174,6 @@ class EngineLoop:
             record = TransferRecord(message.ticket, message.kv_bytes, message.seconds, message.exposed)
             self._step_log.transfers.append(record)
 
-    def _tell_links(self) -> None:
-        """Send the state of the links, at a pace that costs nothing, where it changed."""
-        while self._probes:
-            self._link_channel.send(self._probes.popleft())
-        now = time.monotonic()
-        self._report_pending = True  # something happened, or the loop would not be here
-        if now < self._report_due:
-            return
-        report = self._handoff.report(self._hub.report())
-        changed = report != self._reported
-        self._report_pending = changed or self._hub.leaving
-        if changed:
-            self._link_channel.send(LinkStats(report))
-        self._reported, self._report_due = report, now + REPORT_PACE
-
     def _patience(self) -> float | None:
         """How long the loop may wait for something to happen, in seconds; None: for ever."""
         if self._engine.has_work or self._events:
@@ -236,8 +183,8 @@ class EngineLoop:
         ]
         if self._handoff.deadline is not None:
             deadlines.append(self._handoff.deadline)
-        if self._report_pending:
-            deadlines.append(self._report_due)
+        if self._links.due is not None:
+            deadlines.append(self._links.due)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _problem(self) -> str:
@@ -248,57 +195,16 @@ class EngineLoop:
         return ""
 
     def _on_layer(self, progress: Sequence[tuple[str, int]], layer: int) -> None:
-        self._hub.advance(progress, layer)
+        self._links.hub.advance(progress, layer)
 
     def _notify(self, event: TransferEvent) -> None:
         """Called from link threads."""
         self._events.append(event)
         self._wake()
 
-    def _established(self, peer: str, epoch: int) -> None:
-        """Called from a link's thread."""
-        self._link_channel.send(LinkEstablished(peer, epoch))
-        self._wake()
-
-    def _probed(self, peer: str, epoch: int) -> Done:
-        """What is called, by a link's thread and with the links' lock held, once a probe is through."""
-
-        def tell(round_trip: float, samples: list[tuple[int, float]]) -> None:
-            self._probes.append(LinkProbed(peer, epoch, round_trip, samples))
-            self._wake()
-
-        return tell
-
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # the pipe is full of wake-ups already
             os.write(self._wake_write, b"\0")
-
-    def _serve_links(self) -> None:
-        """Hand link control to the hub at once, so that a frame never waits for a step. Its failure ends the process:
-        a worker that can link with nobody must not look healthy."""
-        try:
-            self._hand_on_links()
-        except (BrokenPipeError, ConnectionResetError):
-            return  # the front is gone; the loop sees it too
-        except Exception as error:
-            self._link_failure = error
-            self._wake()
-
-    def _hand_on_links(self) -> None:
-        while (message := self._link_channel.receive()) is not None:
-            match message:
-                case LinkOpened(peer, epoch, initiator, transport):
-                    self._hub.open(peer, epoch, initiator, transport)
-                case LinkControl(peer, epoch, control):
-                    self._hub.on_control(peer, epoch, control)
-                case LinkClosed(peer, epoch, reason):
-                    self._hub.close(peer, epoch, reason)
-                case LinkProbe(peer, epoch, sizes, amount):
-                    self._hub.probe(peer, epoch, sizes, amount or DEFAULT_PROBE_BYTES, self._probed(peer, epoch))
-                case LinkProbed() | LinkStats():
-                    pass  # only ever sent the other way
-                case LinkEstablished():
-                    pass  # only ever sent the other way
 
 
 def _options(settings: EngineSettings) -> EngineOptions:
