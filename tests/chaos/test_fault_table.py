@@ -200,6 +200,8 @@ async def bench(fabric: Fabric, requests: list[Prompt]) -> AsyncIterator[Bench]:
     yield bench
     for engine in fabric.engines.values():
         engine.thaw()
+        for ticket in bench._kept:  # what a failed test left
+            engine.send(m.CancelTicket(ticket))
     await fabric.check_idle()
     fabric.check_ends()
 

@@ -19,6 +19,7 @@ import struct
 from contextlib import suppress
 from typing import Any, Protocol
 
+import structlog
 import torch
 
 from pdserve.core.errors import ConfigError
@@ -45,6 +46,9 @@ class DeviceMemory(Protocol):
 
     def read(self, tensor: torch.Tensor, address: int) -> None:
         """Fill `tensor` from there, and return when it is done."""
+
+
+log = structlog.get_logger(__name__)
 
 
 class CudaIpcTransport:
@@ -93,6 +97,8 @@ class CudaIpcTransport:
                 if self._landings and self._sender_let_go():
                     self._free(keep=0)
             self.quarantined = sum(size for _, size in self._landings)
+            if self.quarantined:
+                log.warning("landing_quarantined", bytes=self.quarantined, reason="the sender may still write there")
         finally:
             self._coming = None
             self._signals.close()
