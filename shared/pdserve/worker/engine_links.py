@@ -27,6 +27,7 @@ from pdserve.worker.messages import (
 
 # What a new link is measured with: some milliseconds on any fabric.
 PROBE_BYTES = 16 << 20
+PROBE_FRAMES = 128
 DEFAULT_PROBE_BYTES = 32 << 20  # a size, where whoever asks names no amount
 REPORT_PACE = 0.25  # seconds between reports of the links' state
 
@@ -56,7 +57,7 @@ class EngineLinks:
                 hostname=settings.kv_host,
                 target_bytes=settings.target_bytes,
                 checksum=settings.kv_checksum,
-                probe_bytes=PROBE_BYTES,
+                probe_bytes=min(PROBE_BYTES, PROBE_FRAMES * settings.frame_bytes),
             ),
             send_control=lambda peer, epoch, message: channel.send(LinkControl(peer, epoch, message)),
             established=self._established,
@@ -95,7 +96,7 @@ class EngineLinks:
             return
         report = complete(self.hub.report())
         changed = report != self._reported
-        self._pending = changed or self.hub.leaving
+        self._pending = changed or self.hub.leaving or any(link.frames_in_flight for link in report.links)
         if changed:
             self._channel.send(LinkStats(report))
         self._reported, self._due = report, now + REPORT_PACE

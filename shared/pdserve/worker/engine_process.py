@@ -11,6 +11,7 @@ import os
 import platform
 import selectors
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence, Set
@@ -289,4 +290,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # all is said and written; torch's destructors would take half a second of a busy core
