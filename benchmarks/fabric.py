@@ -6,9 +6,9 @@ Three parts, in one run:
 
 - **Throughput.** Two processes, each with a hub of links and the pages of a 16-layer model with 8 KV heads of 128 in
   bfloat16, over loopback: one computed prompt is pushed from the first announcement to Committed, with frames of 4, 8
-  and 16 MiB. The control, in turn with it: two processes with a bare two-member Gloo group that send as many bytes in
-  tensors of the same size, each copied once into its place by the receiver. `link_over_control` is the worst of the
-  three sizes' ratios of medians, `link_gbps` and `control_gbps` belong to it.
+  and 16 MiB. The control, in turn with it: two processes with a bare two-member Gloo group that send as many bytes, as
+  they lie in memory, in tensors of the same size, each copied once into its place by the receiver. `link_over_control`
+  is the worst of the three sizes' ratios of medians, `link_gbps` and `control_gbps` belong to it.
 - **Hand-off.** The demo model in a suite of one prefill and one decode worker, a core each, idle otherwise. For each
   prompt: `exposed` is the time from the end of the last layer until everything had landed, as a share of the time from
   the first frame until then; `handoff_ms` is from the end of prefill's last layer to the begin of decode's first step.
@@ -122,7 +122,7 @@ def control_end(port: int, sends: bool, frame_bytes: int) -> list[float]:
     transport: Any = GlooTransport(store, 0 if sends else 1, timedelta(seconds=20), "127.0.0.1", "")
     count = TOKENS * LAYOUT.token_bytes // frame_bytes
     frame = torch.ones(frame_bytes, dtype=torch.uint8)
-    place = torch.ones(count, frame_bytes, dtype=torch.uint8) if not sends else frame
+    memory = torch.ones(count, frame_bytes, dtype=torch.uint8)  # where the data lies, and where it goes
     done = torch.zeros(1, dtype=torch.uint8)
     back: Any = GlooTransport(PrefixStore("back", store), 1 if sends else 0, timedelta(seconds=20), "127.0.0.1", "")
     seconds = []
@@ -130,10 +130,10 @@ def control_end(port: int, sends: bool, frame_bytes: int) -> list[float]:
         started = time.perf_counter()
         for index in range(count):
             if sends:
-                transport.send(frame).wait()
+                transport.send(memory[index]).wait()
             else:
                 transport.recv(frame).wait()
-                place[index].copy_(frame)
+                memory[index].copy_(frame)
         (back.recv if sends else back.send)(done).wait()
         seconds.append(time.perf_counter() - started)
     transport.close()

@@ -127,7 +127,7 @@ async def test_probing_makes_an_idle_worker_measure_its_rate_first(folder: Path)
         status, out, err = await command("probe", "links", *arguments)
         assert status == 0, out + err
         assert "p0 to d0: this link carries the KV of this prefill worker 37 times over." in out
-        assert "64 KiB" in out and "100 B" in out and "has computed no prompt yet" in err
+        assert "64 KiB" in out and "100 B" in out and "has not measured yet" in err
         [request] = prefill.probes
         assert (request.endpoint, request.worker_id) == (decode.endpoint, "d0")
         assert list(request.frame_bytes) == [65536, 100] and request.bytes_per_size == 1 << 20

@@ -326,15 +326,19 @@ def test_one_direction_is_enough() -> None:
 
 
 def test_links_beyond_the_ring_are_refused() -> None:
-    """A worker whose receive ring is leased out says so; the attempts that waited for the link fail."""
-    end = End("small", ring_bytes=4096, open_timeout=0.5)
-    end.hub.open("first", 1, True, "gloo")  # it has no peer, and so it is never idle: it is opening
-    end.hub.grant("t", 1, "second", range(4), 4, 0)
-    end.hub.open("second", 1, True, "gloo")
-    reasons = [end.downs.get(timeout=PATIENCE) for _ in range(2)]
-    assert sum("ring_bytes" in reason for reason in reasons) == 1, reasons
-    assert "ring_bytes" in end.event(ReceiveFailed).reason
-    end.close()
+    """Where all shares of the receive ring are out and in use, a worker says so; what waited for the link fails."""
+    first, decode = End("first"), End("decode", ring_bytes=4096, open_timeout=1.0)
+    join(first, decode)
+    decode.hub.grant("busy", 1, "first", range(4), 4, 0)
+    decode.hub.grant("t", 1, "second", range(4), 4, 0)
+    decode.hub.open("second", 2, True, "gloo")
+    assert "ring_bytes" in decode.downs.get(timeout=PATIENCE)
+    failed = decode.event(ReceiveFailed)
+    assert failed.ticket == "t" and "ring_bytes" in failed.reason
+    _give(first, "busy", "decode", range(4))
+    assert decode.event(KvReady).ticket == "busy"
+    first.close()
+    decode.close()
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["control-stream-reset", "data-error-alone"])

@@ -179,7 +179,8 @@ async def _prefill_rate(client: Client, worker: FleetWorker, prefill_workers: in
     if worker.prefill_tokens_per_second > 0:
         return worker.prefill_tokens_per_second
     length = max(1, min(PROMPT_TOKENS, worker.max_model_len - 2))
-    typer.echo(f"{worker.worker_id} has computed no prompt yet; sending one of {length} random tokens", err=True)
+    why = f"{worker.worker_id} has not measured yet how fast it computes"
+    typer.echo(f"{why}; sending a prompt of {length} random tokens", err=True)
     watch = asyncio.create_task(_watch_rate(worker.endpoint))
     try:
         for _ in range(2 * prefill_workers):

@@ -54,6 +54,7 @@ class Engine:
         self.steps = 0
         self.on_forward: Callable[[], None] | None = None  # called after the last layer of each step
         self.prefill_rate = 0.0  # prompt tokens a second in steps that compute prompts, smoothed; 0: none yet
+        self._prefill_samples = 0
         self._runner = runner
         self._on_layer = on_layer
         self._hands_off: set[str] = set()
@@ -209,8 +210,10 @@ class Engine:
         """Take in how fast a step computed prompts. Short ones say little of what a long one takes."""
         count = sum(scheduled.count for scheduled in batch if scheduled.sequence.in_prefill)
         if count >= PREFILL_SAMPLE and seconds > 0:
-            known = self.prefill_rate or count / seconds
+            # The first one is cold, so the second takes its place.
+            known = self.prefill_rate if self._prefill_samples > 1 else count / seconds
             self.prefill_rate = known + PREFILL_WEIGHT * (count / seconds - known)
+            self._prefill_samples += 1
 
     def _append(self, sequence: EngineSequence, sampled: SampledToken) -> None:
         logprobs = None if sampled.logprob is None else TokenLogprobs(sampled.logprob, list(sampled.top))
