@@ -49,8 +49,8 @@ bench-steps: $(STAMP)  ## Does serving disturb the engine's steps?
 bench-attention: $(STAMP)  ## Ways to attend over pages on a CPU.
 	$(BIN)/python benchmarks/attention.py
 
-bench-links: $(STAMP)  ## How fast KV moves between two workers.
-	$(BIN)/python benchmarks/links.py
+bench-links: $(STAMP)  ## How fast KV moves between two workers, by frame size.
+	$(BIN)/python benchmarks/fabric.py --links
 
 bench-stopped-peer: $(STAMP)  ## Does a peer that stops or dies disturb anybody but its own tickets?
 	$(BIN)/python benchmarks/stopped_peer.py

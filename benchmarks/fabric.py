@@ -1,6 +1,6 @@
 """How well KV moves: a link against a bare group, and what of a transfer a request sees.
 
-    PYTHONPATH=shared:services python benchmarks/fabric.py [--rounds 5] [--model smollm2-135m-instruct]
+    PYTHONPATH=shared:services python benchmarks/fabric.py [--rounds 5] [--model smollm2-135m-instruct] [--links]
 
 Three parts, in one run:
 
@@ -50,6 +50,7 @@ from pdserve.worker.messages import LinkControl, LinkMessage
 
 LAYOUT = KVLayout(16, 16, 8, 128, "bfloat16", bytes(16))
 FRAME_SIZES = [4 << 20, 8 << 20, 16 << 20]
+LINK_SIZES = [1 << shift for shift in range(16, 24)]  # of `--links`
 TOKENS = 4096  # 256 MiB
 SHORT = (96, 200, 256, 333)  # more hand-offs, whose KV takes next to no time
 WARM_UP = (64, 1024, 4096)
@@ -164,10 +165,10 @@ def _child(kind: str, side: str, where: str, frame_bytes: int, fds: list[int]) -
     return subprocess.Popen(command, pass_fds=fds, stdout=subprocess.PIPE, text=True)
 
 
-def throughput(rounds: int) -> dict[str, Any]:
+def throughput(rounds: int, sizes: list[int]) -> dict[str, Any]:
     """Link and control in turn, for each frame size."""
     table = []
-    for size in FRAME_SIZES:
+    for size in sizes:
         link: list[float] = []
         control: list[float] = []
         for _ in range(rounds):
@@ -175,7 +176,7 @@ def throughput(rounds: int) -> dict[str, Any]:
             link += in_pairs("link", size)
         a, b = statistics.median(link), statistics.median(control)
         table.append({"frame_bytes": size, "link_gbps": round(a, 3), "control_gbps": round(b, 3), "ratio": a / b})
-        print(f"frames of {size >> 20} MiB: link {a:.2f} GB/s, control {b:.2f} GB/s, ratio {a / b:.3f}", flush=True)
+        print(f"frames of {size >> 10} KiB: link {a:.2f} GB/s, control {b:.2f} GB/s, ratio {a / b:.3f}", flush=True)
     worst = min(table, key=lambda row: row["ratio"])
     return {
         "frames": [{**row, "ratio": round(row["ratio"], 3)} for row in table],
@@ -240,6 +241,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--links", action="store_true", help="throughput alone, for many frame sizes")
     parser.add_argument("--end", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.end:
@@ -247,9 +249,12 @@ def main() -> None:
         run = link_end if kind == "link" else control_end
         print(json.dumps(run(int(where), side == "send", int(size))))
         return
+    if args.links:
+        print(json.dumps({"benchmark": "links", **throughput(args.rounds, LINK_SIZES)}))
+        return
     from pdserve.launch.models import resolve_model
 
-    result: dict[str, Any] = {"benchmark": "fabric", **throughput(args.rounds)}
+    result: dict[str, Any] = {"benchmark": "fabric", **throughput(args.rounds, FRAME_SIZES)}
     model = asyncio.run(resolve_model(args.model))
     with tempfile.TemporaryDirectory() as folder:
         found = asyncio.run(handoffs(model, args.rounds, Path(folder), result["link_gbps"]))

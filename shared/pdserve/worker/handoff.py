@@ -148,7 +148,7 @@ class Handoff:
             self._wait_for_link(ticket, reason, detail)
             self._links.stop_send(ticket)
         else:
-            self._finish(ticket, reason, detail)
+            self._engine.finish(ticket, reason, detail)
 
     def report(self, links: TransferReport) -> TransferReport:
         """What the links count, with what is counted here."""
@@ -199,7 +199,7 @@ class Handoff:
             return
         match event:
             case Revoked(ticket) | SendStopped(ticket) if ticket in self._closing:
-                self._finish(ticket, *self._closing.pop(ticket))
+                self._engine.finish(ticket, *self._closing.pop(ticket))
             case Revoked(ticket, landed) if ticket in self._rearming:
                 record = self._tickets[ticket]
                 record.attempt_failed(record.attempt, landed)  # unless its link said so before the ack
@@ -215,12 +215,12 @@ class Handoff:
                     self._send(AttemptFailed(ticket, attempt, reason))
             case SendCommitted(ticket, kv_bytes, seconds, exposed):
                 self._send(KvCommitted(ticket, kv_bytes, seconds, exposed))
-                self._finish(ticket, EndReason.LENGTH, "handed off")
+                self._engine.finish(ticket, EndReason.LENGTH, "handed off")
             case SendFailed(ticket, reason) if self._pulls.active(ticket):
                 self._wait_for_link(ticket, EndReason.TRANSFER_FAILED, reason)
                 self._pulls.stop(ticket, reason)
             case SendFailed(ticket, reason):
-                self._finish(ticket, EndReason.TRANSFER_FAILED, reason)
+                self._engine.finish(ticket, EndReason.TRANSFER_FAILED, reason)
 
     def _ready(self, record: Ticket, attempt: int, first_token: int, kv_bytes: int) -> None:
         if not record.complete(attempt, first_token):
@@ -237,7 +237,7 @@ class Handoff:
         try:
             sequence = self._engine.extend(record.id, message.spec)
         except NoCapacity as error:
-            self._finish(record.id, EndReason.NO_CAPACITY, str(error))
+            self._engine.finish(record.id, EndReason.NO_CAPACITY, str(error))
             return
         self._rearms += 1
         record.rearm(message.attempt, sequence.num_given)
@@ -281,9 +281,6 @@ class Handoff:
     def _wait_for_link(self, ticket: str, reason: EndReason, detail: str) -> None:
         self._engine.stop(ticket)
         self._closing[ticket] = (reason, detail)
-
-    def _finish(self, ticket: str, reason: EndReason | None, detail: str) -> None:
-        self._engine.finish(ticket, reason, detail)
 
     def _held(self, ticket: str) -> int:
         record = self._tickets.get(ticket)

@@ -68,7 +68,9 @@ def test_refusal_changes_nothing() -> None:
 
 def test_the_watermark_does_not_lock_out_a_lone_sequence() -> None:
     scheduler, _ = make(num_blocks=4, watermark_blocks=1)
-    admit(scheduler, sequence("a", range(16), max_tokens=1), grows=False)
+    lone = sequence("a", range(16), max_tokens=1)
+    admit(scheduler, lone, grows=False)
+    assert len(lone.block_table) == 4 and scheduler.pool.num_available == 0
 
 
 def test_max_num_seqs_counts_everybody() -> None:
