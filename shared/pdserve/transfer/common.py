@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pdserve.core.layout import KVLayout
 from pdserve.transfer.attempts import Book, Incoming, Outgoing
-from pdserve.transfer.messages import ControlMessage, TransferEvent
+from pdserve.transfer.messages import ControlMessage, ReceiveFailed, TransferEvent
 from pdserve.transfer.pages import KVPages
 
 
@@ -90,3 +90,12 @@ class Common:
     outgoing: Book[Outgoing] = field(default_factory=Book)
     incoming: Book[Incoming] = field(default_factory=Book)
     counters: Counters = field(default_factory=Counters)
+
+    def fail_incoming(self, incoming: Incoming, reason: str) -> None:
+        """End an attempt to receive, with the lock held; what has landed is told once its pages are quiet."""
+        self.counters.receive_aborts += 1
+
+        def tell() -> None:
+            self.notify(ReceiveFailed(incoming.ticket, incoming.attempt, reason, incoming.landing.whole))
+
+        self.incoming.end(incoming, tell)

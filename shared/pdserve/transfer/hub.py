@@ -333,7 +333,7 @@ def _report(link: Link) -> LinkReport:
         transport=link.transport,
         bytes_sent=sender.bytes_sent,
         bytes_received=receiver.bytes_received if receiver is not None else 0,
-        bytes_in_flight=sender.bytes_in_flight,
+        bytes_in_flight=sum(size for _, size in sender.in_flight),
         frames_in_flight=len(sender.in_flight),
         credit=sender.credit,
         bytes_per_second=link.bytes_per_second,

@@ -19,7 +19,6 @@ from pdserve.transfer.messages import (
     ControlMessage,
     Credit,
     KvReady,
-    ReceiveFailed,
     TicketClosed,
 )
 from pdserve.transfer.pages import PageMover, checksum
@@ -165,9 +164,7 @@ class Receiver:
         self._post(Committed(incoming.ticket, incoming.attempt))
 
     def _fail(self, incoming: Incoming, reason: str) -> None:
-        failed = ReceiveFailed(incoming.ticket, incoming.attempt, reason, incoming.landing.whole)
-        self._common.counters.receive_aborts += 1
-        self._common.incoming.end(incoming, lambda: self._common.notify(failed))
+        self._common.fail_incoming(incoming, reason)
         self._post(TicketClosed(incoming.ticket, incoming.attempt, reason))
 
 

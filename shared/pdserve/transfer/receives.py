@@ -11,7 +11,7 @@ from pdserve.core.ticket import Landing
 from pdserve.transfer.attempts import Incoming
 from pdserve.transfer.common import Common
 from pdserve.transfer.link import Link
-from pdserve.transfer.messages import Grant, ReceiveFailed, Revoked, TicketClosed
+from pdserve.transfer.messages import Grant, Revoked, TicketClosed
 from pdserve.transfer.pages import queued_work
 
 
@@ -71,13 +71,13 @@ class Receives:
         incoming = self._common.incoming.live(closed.ticket, closed.attempt, peer)
         if incoming is None:
             return False
-        self._fail(incoming, closed.reason)
+        self._common.fail_incoming(incoming, closed.reason)
         return True
 
     def fail(self, peer: str, reason: str) -> None:
         """There is no link to a peer any more."""
         for incoming in self._common.incoming.of(peer):
-            self._fail(incoming, reason)
+            self._common.fail_incoming(incoming, reason)
 
     def _admit(self, incoming: Incoming) -> None:
         self._common.incoming.add(incoming)
@@ -92,13 +92,3 @@ class Receives:
     def _tell_closed(self, incoming: Incoming, reason: str) -> None:
         if (link := self._links.get(incoming.peer)) is not None:
             link.post(TicketClosed(incoming.ticket, incoming.attempt, reason))
-
-    def _fail(self, incoming: Incoming, reason: str) -> None:
-        """End an attempt; what has landed is told once its pages are quiet."""
-        self._common.counters.receive_aborts += 1
-
-        def tell() -> None:
-            landed = incoming.landing.whole
-            self._common.notify(ReceiveFailed(incoming.ticket, incoming.attempt, reason, landed))
-
-        self._common.incoming.end(incoming, tell)

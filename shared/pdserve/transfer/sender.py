@@ -28,7 +28,6 @@ class Sender:
     def __init__(self, common: Common, post: Callable[[ControlMessage], None]) -> None:
         self.bytes_sent = 0
         self.credit = 0
-        self.bytes_in_flight = 0
         self.in_flight: deque[tuple[Outgoing | Probe, int]] = deque()  # whose announced frames are, oldest first
         self.frames: list[torch.Tensor] = []  # a transport may read them until it is closed
         self._common = common
@@ -62,7 +61,6 @@ class Sender:
             self._next_probe()
         elif self.in_flight:
             owner, landed = self.in_flight.popleft()
-            self.bytes_in_flight -= landed
             if isinstance(owner, Probe):
                 owner.landed(time.monotonic())
                 if owner is self._probe and owner.over:
@@ -235,7 +233,6 @@ class Sender:
 
     def _count(self, owner: Outgoing | Probe, size: int) -> None:
         self.in_flight.append((owner, size))
-        self.bytes_in_flight += size
         self.credit -= size
 
 
