@@ -1,0 +1,1 @@
+"""Discrete-event simulation of a fleet under a virtual clock, driven by the policies that the router runs."""

@@ -1,0 +1,161 @@
+"""How long an engine step takes: one interface, and models with their sources.
+
+A step computes chunks of prompts and one token for each of some running answers. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pdserve.core.errors import ConfigError
+
+# (tokens that have KV already, tokens to compute now)
+Chunk = tuple[int, int]
+
+
+class CostModel(Protocol):
+    """`context` is the sum over the `decoding` answers of the tokens that have KV. Costs of a step of decoding alone
+    must be affine in `context` for a fixed `decoding`: the simulation takes many such steps at once."""
+
+    def step(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Coefficients in ms. A prompt of l tokens, of which p have KV already:
+
+        prefill = A + B sum(l - p) + C sum(l^2 - p^2);    decode = A' + B' sum(context) + C' batch
+
+    with other decode coefficients from a batch of `threshold` on. The form is DistServe's (OSDI 2024, appendix A, and
+    its simulator's): attention over a prompt costs the square of its length, so a chunk costs the difference of two
+    squares. A step with both is the sum without a second constant: they share the pass over the weights.
+    """
+
+    prefill: tuple[float, float, float]
+    decode: tuple[float, float, float]
+    decode_large: tuple[float, float, float] | None = None
+    threshold: int = 95
+    stages: int = 1  # of pipeline parallelism; each adds a millisecond to a prefill
+
+    def step(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
+        milliseconds = 0.0
+        if chunks:
+            constant, linear, square = self.prefill
+            new = sum(count for _, count in chunks)
+            squares = sum((before + count) ** 2 - before**2 for before, count in chunks)
+            milliseconds = (constant + linear * new + square * squares) / self.stages + self.stages
+            if self.stages == 1:
+                milliseconds -= 1
+        if decoding:
+            large = self.decode_large is not None and decoding >= self.threshold
+            constant, linear, each = self.decode_large if large and self.decode_large else self.decode
+            milliseconds += ((0.0 if chunks else constant) + linear * context + each * decoding) / self.stages
+        return milliseconds / 1e3
+
+    @classmethod
+    def distserve(cls, path: Path, model: str, tensor_parallel: int = 1) -> Fitted:
+        """From a profile of DistServe's repository (profile_data/*.json). Raises ConfigError."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))[model][str(tensor_parallel)]
+            small, large = found["decoding_smallbs"], found["decoding_largebs"]
+            return cls(tuple(found["prefill"]), tuple(small), tuple(large), found["decoding_large_small_bs_threshold"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} has no profile of {model} at {tensor_parallel} GPUs: {error!r}") from error
+
+
+# Mooncake's prefill on 8 A800 with a 70B shape: its Fig. 14 at five lengths, fitted to within 1.4% with t = -15.2 +
+# 0.11353 n + 7.312e-7 n^2 ms. Its decode takes 26.7 ms for a token at batch 1 and short contexts, 30.8 ms at 128k
+# tokens.
+MOONCAKE = Fitted((-15.2, 0.11353, 7.312e-7), (26.3, 3.2e-5, 0.4))
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One worker's accelerators: `flops` a second at 16 bits, `memory` bytes a second, each with the share of it that
+    is reached, and `overhead` seconds a step for everything else."""
+
+    flops: float
+    memory: float
+    flops_share: float = 0.55
+    memory_share: float = 0.8
+    overhead: float = 2e-3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """`parameters` that a token passes, `layers`, `hidden` size, `kv_width` (KV heads times head size), and `bytes` a
+    number."""
+
+    parameters: float
+    layers: int
+    hidden: int
+    kv_width: int
+    bytes: int = 2
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """2 (K and V) x layers x kv_width x bytes."""
+        return 2 * self.layers * self.kv_width * self.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The longer of computing and reading, and a constant.
+
+    FLOPs: 2 a parameter and token, and 4 x hidden x layers for each pair of a token and one that it attends to (Kaplan
+    et al., arXiv:2001.08361, table 1, forward pass). Bytes: all weights once, and the KV of what running answers
+    attend to (Williams et al., "Roofline", CACM 2009).
+    """
+
+    hardware: Hardware
+    model: ModelShape
+
+    def step(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
+        hardware, model = self.hardware, self.model
+        new = sum(count for _, count in chunks) + decoding
+        pairs = sum(count * before + count * (count + 1) // 2 for before, count in chunks) + context
+        if not new:
+            return 0.0
+        flops = 2 * model.parameters * new + 4 * model.hidden * model.layers * pairs
+        read = model.parameters * model.bytes + context * model.kv_token_bytes
+        computing = flops / (hardware.flops * hardware.flops_share)
+        reading = read / (hardware.memory * hardware.memory_share)
+        # With prompts in the step its matrix products hide the reading of weights; for answers alone both sides are
+        # affine in the context, and their sum is, where their maximum is not.
+        return hardware.overhead + (max(computing, reading) if chunks else reading + computing)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Splitwise's way (ISCA 2024, its simulator's performance model): prompt time by prompt tokens and decode time by
+    running answers, each piecewise linear between measured points and proportional beyond the last; a mixed step takes
+    the prompt time times 1.1. Decode does not depend on the context.
+
+    Points are (tokens or answers, seconds), ascending.
+    """
+
+    prompt: tuple[tuple[float, float], ...]
+    token: tuple[tuple[float, float], ...]
+
+    MIXED = 1.1
+
+    def step(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
+        if not chunks:
+            return _interpolate(self.token, decoding) if decoding else 0.0
+        seconds = _interpolate(self.prompt, sum(count for _, count in chunks))
+        return seconds * self.MIXED if decoding else seconds
+
+
+def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    index = bisect_right(points, (x, float("inf")))
+    if index == 0:
+        return points[0][1]
+    if index == len(points):
+        return points[-1][1] * x / points[-1][0]
+    (x0, y0), (x1, y1) = points[index - 1], points[index]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

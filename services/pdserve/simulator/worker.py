@@ -1,0 +1,369 @@
+"""A worker under the virtual clock: pages, a batch, and steps that take what the cost model says.
+
+It admits and batches by the functions that engines use (`policy.reservation`, `policy.batching`, `core.blocks`). Steps
+in which nothing but the same answers is decoded are taken together, as a run: nothing changes in between, and a run is
+cut short at the end of the step in which something does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdserve.core.blocks import BlockPool
+from pdserve.core.errors import NoCapacity
+from pdserve.core.layout import KVLayout
+from pdserve.policy.batching import Claim, Work, choose_victim, plan_step
+from pdserve.policy.fleet import Role
+from pdserve.policy.reservation import fits, reserved_tokens
+from pdserve.simulator.costs import Chunk, CostModel
+from pdserve.simulator.workload import Arrival
+
+LONGEST_RUN = 1 << 30  # steps
+# Gaps of a run whose steps grow by less than this share are counted as one length, their mean.
+GRAIN = 0.01
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request through all its tries. Times are in seconds; `gaps` are (seconds, how many) between its tokens."""
+
+    arrival: Arrival
+    number: int
+    hashes: list[bytes]
+    produced: int = 0  # tokens that the client has
+    first_at: float = -1.0
+    last_at: float = -1.0
+    done_at: float = -1.0
+    dispatched_at: float = -1.0
+    cached: int = 0  # tokens of the first prefill that were cached
+    computed: int = 0  # prompt tokens that were computed for it, all tries
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+    tries: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """What a worker is given: the prompt and every token shown."""
+        return self.arrival.prompt + self.produced
+
+    @property
+    def remaining(self) -> int:
+        return self.arrival.output - self.produced
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on one worker: `blocks` are its pages, `computed` how many of its `length` tokens have KV in them.
+
+    `goal` is how many are given: up to there it is prefill.
+    """
+
+    request: Request
+    goal: int
+    length: int
+    computed: int
+    blocks: list[int]
+    published: int
+    awaits_kv: bool
+    decodes: bool
+    began: float = -1.0  # when its first chunk did
+
+
+@dataclass(slots=True)
+class Run:
+    """Decoding `answers` alone, from `begin`: step i takes `first` + i x `growth` seconds, `steps` of them unless it is
+    cut."""
+
+    begin: float
+    first: float
+    growth: float
+    steps: int
+    answers: list[Job]
+
+    def until(self, steps: int) -> float:
+        """Seconds that the first `steps` take."""
+        return steps * self.first + self.growth * steps * (steps - 1) / 2
+
+    def steps_by(self, now: float) -> int:
+        """How many steps have ended or are under way at `now`, so that a cut lets the one under way end."""
+        elapsed = now - self.begin
+        if elapsed <= 0:
+            return 0
+        if self.growth <= 0:
+            count = elapsed / self.first
+        else:  # growth/2 k^2 + (first - growth/2) k = elapsed
+            b = self.first - self.growth / 2
+            count = (-b + math.sqrt(b * b + 2 * self.growth * elapsed)) / self.growth
+        return min(self.steps, math.ceil(count - 1e-9))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """As an engine's configuration. `whole_prompts`: prompts are not chunked and stop decoding meanwhile, as engines
+    did before chunked prefill."""
+
+    total_blocks: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    lookahead_tokens: int = 128
+    watermark_blocks: int = 0
+    whole_prompts: bool = False
+
+
+class Worker:
+    """`schedule(at, action)` is the clock's. `prefilled(job)` is called when a prompt is through, `finished(job)` when
+    an answer is, `preempted(job)` when a job lost its pages; each at the end of a step, with the pages still held by
+    the job in the first case only. `speed` divides every duration."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: Role,
+        layout: KVLayout,
+        limits: WorkerLimits,
+        cost: CostModel,
+        schedule: Callable[[float, Callable[[float], None]], None],
+        *,
+        prefilled: Callable[[Worker, Job, float], None],
+        finished: Callable[[Worker, Job, float], None],
+        preempted: Callable[[Worker, Job, float], None],
+        speed: float = 1.0,
+    ) -> None:
+        self.worker_id, self.role, self.layout, self.limits = worker_id, role, layout, limits
+        self.pool = BlockPool(limits.total_blocks)
+        self.busy_seconds = 0.0
+        self.steps = 0
+        self.batched = 0  # answers' tokens, all steps
+        self.preemptions = 0
+        self.jobs: dict[int, Job] = {}
+        self.running: list[Job] = []
+        self.backlog = 0  # prompt tokens that wait to be computed
+        self.version = 0  # of what a router would be told
+        self._cost, self._speed, self._schedule = cost, speed, schedule
+        self._prefilled, self._finished, self._preempted = prefilled, finished, preempted
+        self._step = 0  # the number of the step or run under way; an event of another number is stale
+        self._busy = False
+        self._run: Run | None = None
+
+    def admit(self, request: Request, *, awaits_kv: bool, decodes: bool) -> Job:
+        """Give a request its pages. Raises NoCapacity, and changes nothing, where it does not fit."""
+        size, given = self.layout.block_size, request.tokens
+        if len(self.jobs) >= self.limits.max_num_seqs:
+            raise NoCapacity(f"{len(self.jobs)} sequences are here already")
+        wanted = reserved_tokens(given, request.remaining if decodes else 0, self.limits.lookahead_tokens)
+        hits = self.pool.match(request.hashes[: given // size])
+        if hits and not awaits_kv and len(hits) * size == given:
+            hits.pop()  # the last token is computed in any case, for its logits
+        fresh = self.layout.blocks_for(wanted) - len(hits)
+        if not fits(fresh, self.pool.available_after(hits), self.limits.watermark_blocks, bool(self.jobs)):
+            raise NoCapacity(f"{fresh} blocks wanted, {self.pool.available_after(hits)} available")
+        self.pool.acquire(hits)
+        held = len(hits) * size
+        job = Job(request, given, given, held, hits + self.pool.allocate(fresh), len(hits), awaits_kv, decodes)
+        self.jobs[request.number] = job
+        self.version += 1
+        if not awaits_kv:
+            self.running.append(job)
+            self.backlog += given - held
+        return job
+
+    def start(self, job: Job, now: float) -> None:
+        """All KV of `job` has landed and the first token is known: it decodes from the next step on."""
+        job.awaits_kv = False
+        job.computed = job.goal
+        job.length = job.goal + 1
+        self._publish(job)
+        self.running.append(job)
+        self.version += 1
+        self.kick(now)
+
+    def kick(self, now: float) -> None:
+        """Something can be computed: begin a step, or cut the run under way at the end of its step."""
+        if not self._busy:
+            self._begin(now)
+        elif self._run is not None:
+            steps = self._run.steps_by(now)
+            if steps < self._run.steps:
+                self._run.steps = steps
+                self._end_at(self._run.begin + self._run.until(steps), self._end_run)
+
+    def release(self, job: Job) -> None:
+        """Take a job off the books; its full blocks stay as cache."""
+        self.pool.release(job.blocks)
+        del self.jobs[job.request.number]
+        if job in self.running:
+            self.running.remove(job)
+            self.backlog -= max(0, job.goal - job.computed)
+        self.version += 1
+
+    def lose_all(self, now: float) -> list[Job]:
+        """The worker died: its jobs, and nothing is left of its cache."""
+        lost = list(self.jobs.values())
+        self.jobs.clear()
+        self.running.clear()
+        self.backlog = 0
+        self.pool = BlockPool(self.limits.total_blocks)
+        self._busy, self._run = False, None
+        self._step += 1
+        self.version += 1
+        return lost
+
+    def _begin(self, now: float) -> None:
+        if not self.running:
+            return
+        self._grow(now)
+        prompts = [job for job in self.running if job.computed < job.goal]
+        answers = [job for job in self.running if job.computed >= job.goal]
+        if not prompts:
+            if answers:
+                self._begin_run(answers, now)
+            return
+        if self.limits.whole_prompts:
+            batch, answers = self._whole(prompts), []
+        else:
+            work = [Work(job.goal - job.computed, prefill=True) for job in prompts]
+            counts = plan_step(work, self.limits.max_num_batched_tokens - len(answers))
+            batch = [(job, count) for job, count in zip(prompts, counts, strict=True) if count]
+        chunks: list[Chunk] = [(job.computed, count) for job, count in batch]
+        for job, _ in batch:
+            job.began = now if job.began < 0 else job.began
+        seconds = self._cost.step(chunks, len(answers), sum(job.computed for job in answers)) / self._speed
+        self._account(seconds, 1, len(answers))
+        self._end_at(now + seconds, lambda at: self._end_mixed(batch, answers, at))
+
+    def _whole(self, prompts: list[Job]) -> list[tuple[Job, int]]:
+        batch: list[tuple[Job, int]] = []
+        budget = self.limits.max_num_batched_tokens
+        for job in prompts:
+            count = job.goal - job.computed
+            if batch and count > budget:
+                break
+            batch.append((job, count))
+            budget -= count
+        return batch
+
+    def _begin_run(self, answers: list[Job], now: float) -> None:
+        context = sum(job.computed for job in answers)
+        first = self._cost.step((), len(answers), context) / self._speed
+        second = self._cost.step((), len(answers), context + len(answers)) / self._speed
+        size = self.layout.block_size
+        # Until the first one ends, or has to grow beyond its pages.
+        steps = min(min(job.request.remaining, len(job.blocks) * size - job.length + 1) for job in answers)
+        self._run = Run(now, first, second - first, max(1, min(steps, LONGEST_RUN)), answers)
+        self._end_at(now + self._run.until(self._run.steps), self._end_run)
+
+    def _end_at(self, at: float, action: Callable[[float], None]) -> None:
+        self._busy = True
+        self._step += 1
+        number = self._step
+
+        def end(now: float) -> None:
+            if number == self._step:
+                action(now)
+
+        self._schedule(at, end)
+
+    def _end_mixed(self, batch: list[tuple[Job, int]], answers: list[Job], now: float) -> None:
+        self._busy = False
+        through = []
+        for job, count in batch:
+            job.computed += count
+            job.request.computed += count
+            self.backlog -= count
+            self._publish(job)
+            if job.computed == job.goal:
+                through.append(job)
+        for job in answers:
+            job.request.gaps.append((now - job.request.last_at, 1))
+            self._advance(job, 1, now)
+        for job in through:
+            self._first_token(job, now)
+        self.version += 1
+        if not self._busy:  # unless somebody kicked
+            self._begin(now)
+
+    def _first_token(self, job: Job, now: float) -> None:
+        request = job.request
+        if request.first_at < 0:
+            request.first_at = now
+        else:
+            request.gaps.append((now - request.last_at, 1))
+        request.last_at = now
+        request.produced += 1
+        job.length += 1
+        if request.remaining <= 0:
+            self._finish(job, now)
+        elif job.decodes:
+            self._prefilled(self, job, now)
+        else:
+            self.running.remove(job)  # its pages are read by the link
+            self._prefilled(self, job, now)
+
+    def _end_run(self, now: float) -> None:
+        run, self._run, self._busy = self._run, None, False
+        assert run is not None
+        if run.steps:
+            self._account(run.until(run.steps), run.steps, len(run.answers))
+            shared, rest = _gaps(run, 0), _gaps(run, 1)
+            for job in run.answers:
+                waited = run.begin - job.request.last_at
+                job.request.gaps += [(waited + run.first, 1), *rest] if waited > 0 else shared
+                self._advance(job, run.steps, now)
+        self.version += 1
+        if not self._busy:
+            self._begin(now)
+
+    def _advance(self, job: Job, tokens: int, now: float) -> None:
+        job.computed += tokens
+        job.length += tokens
+        job.request.produced += tokens
+        job.request.last_at = now
+        if job.request.remaining <= 0:
+            self._finish(job, now)
+
+    def _finish(self, job: Job, now: float) -> None:
+        job.request.done_at = now
+        self.release(job)
+        self._finished(self, job, now)
+
+    def _grow(self, now: float) -> None:
+        for job in list(self.running):
+            if job.request.number not in self.jobs:
+                continue
+            needed = self.layout.blocks_for(job.length) - len(job.blocks)
+            while needed > 0 and self.pool.num_available < needed:
+                claims = [Claim(0, other.request.number) for other in self.running]
+                victim = self.running[choose_victim(claims)]
+                self.preemptions += 1
+                self.release(victim)
+                self._preempted(self, victim, now)
+                if victim is job:
+                    break
+            else:
+                if needed > 0:
+                    job.blocks += self.pool.allocate(needed)
+
+    def _publish(self, job: Job) -> None:
+        full = min(job.computed // self.layout.block_size, len(job.request.hashes))
+        for index in range(job.published, full):
+            self.pool.publish(job.blocks[index], job.request.hashes[index])
+        job.published = max(job.published, full)
+
+    def _account(self, seconds: float, steps: int, answers: int) -> None:
+        self.busy_seconds += seconds
+        self.steps += steps
+        self.batched += steps * answers
+
+
+def _gaps(run: Run, done: int) -> list[tuple[float, int]]:
+    """The lengths of the steps after the first `done`, those within GRAIN of one another as their mean."""
+    gaps = []
+    while done < run.steps:
+        now = run.first + done * run.growth
+        count = run.steps - done
+        if run.growth > 0:
+            count = min(count, max(1, int(GRAIN * now / run.growth)))
+        gaps.append(((run.until(done + count) - run.until(done)) / count, count))
+        done += count
+    return gaps

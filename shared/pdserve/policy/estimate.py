@@ -1,0 +1,87 @@
+"""How fast a worker is, learned from its own steps: a line through what it saw, newer steps counting for more.
+
+A step that computes `new` prompt tokens, which attend to pairs of tokens worth `squares` (the sum of l^2 - p^2 over
+its chunks: l tokens with KV after it, p before), and one token for each of `decoding` answers with `context` tokens of
+KV in all, takes
+
+    seconds = step + token x new + square x squares + answer x decoding + read x context
+
+which is DistServe's latency model (OSDI 2024, appendix A) with its coefficients measured instead of derived. Recursive
+least squares with exponential forgetting (Ljung, System Identification, 2nd ed., 11.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# A step counts half as much after about 350 more.
+FORGETTING = 0.998
+# Values that bring the five inputs to about 1, so that one start fits all: tokens of a chunk, of a prompt squared,
+# answers in a batch, tokens of their contexts.
+_SCALES = (1.0, 512.0, 2.0**20, 16.0, 16384.0)
+_DOUBT = 1e3  # variance before anything was seen; also what forgetting may at most raise it to
+_COUNT = len(_SCALES)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Coefficients in seconds, each 0 or more, as named above. `steps` is how many they were learned from; 0: nothing
+    is known."""
+
+    step: float = 0.0
+    token: float = 0.0
+    square: float = 0.0
+    answer: float = 0.0
+    read: float = 0.0
+    steps: int = 0
+
+    def prefill_seconds(self, cached: int, tokens: int, chunk: int) -> float:
+        """For a prompt of `tokens` tokens of which `cached` have KV, alone, in chunks of at most `chunk`."""
+        new = max(0, tokens - cached)
+        chunks = max(1, -(-new // max(1, chunk)))
+        return self.step * chunks + self.token * new + self.square * (tokens * tokens - cached * cached)
+
+    def decode_seconds(self, decoding: int, context: int) -> float:
+        """For one step of answers alone: what lies between two tokens of each."""
+        return self.step + self.answer * decoding + self.read * context
+
+
+class SpeedEstimate:
+    """One worker's. Feed it every step; ask `speed` at any time."""
+
+    def __init__(self) -> None:
+        self._weights = [0.0] * _COUNT
+        self._variance = [[_DOUBT if row == column else 0.0 for column in range(_COUNT)] for row in range(_COUNT)]
+        self._steps = 0
+
+    def observe(self, new: int, squares: int, decoding: int, context: int, seconds: float) -> None:
+        """Take in one step. Costs some ten microseconds."""
+        x = [value / scale for value, scale in zip((1, new, squares, decoding, context), _SCALES, strict=True)]
+        variance = self._variance
+        px = [sum(row[k] * x[k] for k in range(_COUNT)) for row in variance]
+        gain = FORGETTING + sum(x[k] * px[k] for k in range(_COUNT))
+        error = seconds - sum(weight * value for weight, value in zip(self._weights, x, strict=True))
+        for k in range(_COUNT):
+            self._weights[k] += px[k] / gain * error
+        # What steps of one kind never tell must not be forgotten either: its doubt would grow without bound.
+        for row in range(_COUNT):
+            for column in range(_COUNT):
+                variance[row][column] -= px[row] * px[column] / gain
+        if max(variance[k][k] for k in range(_COUNT)) < _DOUBT * FORGETTING:
+            for cells in variance:
+                for column in range(_COUNT):
+                    cells[column] /= FORGETTING
+        self._steps += 1
+
+    @property
+    def speed(self) -> Speed:
+        step, token, square, answer, read = (
+            max(0.0, weight / scale) for weight, scale in zip(self._weights, _SCALES, strict=True)
+        )
+        return Speed(step, token, square, answer, read, self._steps)
+
+
+def squares(chunks: Sequence[tuple[int, int]]) -> int:
+    """Of chunks (tokens that have KV, tokens to compute): the sum of the differences of squares."""
+    return sum((before + count) ** 2 - before**2 for before, count in chunks)

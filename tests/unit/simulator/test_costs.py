@@ -1,0 +1,109 @@
+"""Cost models give the numbers of their sources."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.simulator.cache_study import hit_rate, prefill_seconds
+from pdserve.simulator.costs import MOONCAKE, CostModel, Fitted, Hardware, ModelShape, Roofline, Table
+from pdserve.simulator.workload import Arrival
+
+A100 = Hardware(312e12, 2.039e12)
+LLAMA70B = ModelShape(70e9, 80, 8192, 1024)
+# Splitwise, Llama2-70B on 8 H100: a few of its points (tokens, seconds).
+SPLITWISE = Table(((128, 0.03), (512, 0.06), (2048, 0.2)), ((1, 0.02), (16, 0.024), (64, 0.04)))
+MODELS: list[CostModel] = [MOONCAKE, Roofline(A100, LLAMA70B), Fitted((18.0, 0.1, 7e-6), (20.0, 6e-4, 0.04))]
+
+
+def test_fitted_is_the_formula() -> None:
+    """Constant, tokens and squares for prompts; constant, context and batch for answers; one constant for both."""
+    cost = Fitted((10.0, 0.1, 1e-4), (20.0, 1e-3, 0.5))
+    assert cost.step([(0, 100)], 0, 0) == pytest.approx((10 + 10 + 1) / 1e3)
+    assert cost.step((), 4, 1000) == pytest.approx((20 + 1 + 2) / 1e3)
+    assert cost.step([(0, 100)], 4, 1000) == pytest.approx((10 + 10 + 1 + 1 + 2) / 1e3)
+    assert cost.step((), 0, 0) == 0
+
+
+def test_large_batches_have_coefficients_of_their_own() -> None:
+    """From the threshold on the other line holds."""
+    cost = Fitted((0, 0, 0), (20.0, 0, 0.1), (7.0, 0, 0.2), threshold=95)
+    assert cost.step((), 94, 0) == pytest.approx(0.0294)
+    assert cost.step((), 95, 0) == pytest.approx(0.026)
+
+
+@pytest.mark.parametrize("cost", [MOONCAKE, Fitted((0.0, 0.1, 7e-6), (20.0, 6e-4, 0.04))])
+def test_chunks_of_a_prompt_cost_what_it_costs(cost: Fitted) -> None:
+    """But for the constant, which each step has: chunking moves work, and makes none."""
+    constant = cost.prefill[0] / 1e3
+    whole = cost.step([(0, 8192)], 0, 0) - constant
+    parts = sum(cost.step([(start, 2048)], 0, 0) - constant for start in range(0, 8192, 2048))
+    assert parts == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("cost", [*MODELS, SPLITWISE])
+def test_decoding_is_affine_in_the_context(cost: CostModel) -> None:
+    """What the simulation's runs of steps rest on."""
+    a, b, c = (cost.step((), 8, context) for context in (0, 5000, 10000))
+    assert b - a == pytest.approx(c - b)
+
+
+@pytest.mark.parametrize(
+    "tokens, seconds", [(8192, 0.96), (16384, 2.07), (32768, 4.44), (65536, 10.56), (131072, 27.5)]
+)
+def test_mooncake_prefill(tokens: int, seconds: float) -> None:
+    """Its figure 14, five lengths, to within 1.5%."""
+    assert MOONCAKE.step([(0, tokens)], 0, 0) == pytest.approx(seconds, rel=0.015)
+
+
+def test_roofline_of_a_known_machine() -> None:
+    """A prompt is bound by computing, a single answer by reading the weights: 140 GB at 2 TB/s are 69 ms."""
+    cost = Roofline(Hardware(312e12, 2.039e12, 1.0, 1.0, 0.0), LLAMA70B)
+    assert cost.step([(0, 1000)], 0, 0) == pytest.approx((2 * 70e9 * 1000 + 4 * 8192 * 80 * 500500) / 312e12)
+    assert cost.step((), 1, 0) == pytest.approx(140e9 / 2.039e12 + 140e9 / 312e12)
+    assert LLAMA70B.kv_token_bytes == 327_680
+
+
+def test_table_is_piecewise_linear() -> None:
+    """Between points, at them, below the first and beyond the last; a mixed step takes a tenth more."""
+    assert SPLITWISE.step([(0, 512)], 0, 0) == pytest.approx(0.06)
+    assert SPLITWISE.step([(0, 1280)], 0, 0) == pytest.approx(0.13)
+    assert SPLITWISE.step([(0, 1)], 0, 0) == pytest.approx(0.03)
+    assert SPLITWISE.step([(0, 4096)], 0, 0) == pytest.approx(0.4)
+    assert SPLITWISE.step([(0, 512)], 8, 9999) == pytest.approx(0.066)
+    assert SPLITWISE.step((), 16, 9999) == pytest.approx(0.024)
+
+
+def test_distserve_profile(tmp_path: Path) -> None:
+    """The repository's file is read as it is; a model that is not in it is named."""
+    path = tmp_path / "profile.json"
+    entry = {
+        "prefill": [1, 2, 3],
+        "decoding_smallbs": [4, 5, 6],
+        "decoding_largebs": [7, 8, 9],
+        "decoding_large_small_bs_threshold": 95,
+    }
+    path.write_text(json.dumps({"opt": {"2": entry}}))
+    assert Fitted.distserve(path, "opt", 2) == Fitted((1, 2, 3), (4, 5, 6), (7, 8, 9), 95)
+    with pytest.raises(ConfigError, match="other"):
+        Fitted.distserve(path, "other")
+
+
+def test_hit_rate_of_a_small_cache() -> None:
+    """Least recently used, ends of prompts first: what was evicted is missed, what stayed is hit."""
+    trace = [Arrival(0, 16 * len(ids), 1, ids, 16) for ids in ((1, 2), (1, 3), (1, 2), (1, 3))]
+    assert hit_rate(trace, 3 * 16, 16) == pytest.approx((0 + 1 + 2 + 2) / 8)
+    assert hit_rate(trace, 2 * 16, 16) == pytest.approx((0 + 1 + 1 + 1) / 8)
+    assert hit_rate(trace, 16, 16) == pytest.approx((0 + 1 + 1 + 1) / 8)
+
+
+def test_prefill_seconds_with_and_without_a_cache() -> None:
+    """A cached beginning costs neither its tokens nor its square; the last token is always computed."""
+    trace = [Arrival(0, 32, 1, (1, 2), 16), Arrival(0, 32, 1, (1, 2), 16)]
+    assert prefill_seconds(trace, 1.0, 0.5, 0.25, cached=False) == pytest.approx(1 + 16 + 256)
+    assert prefill_seconds(trace, 1.0, 0.5, 0.25, cached=True) == pytest.approx(
+        ((1 + 16 + 256) + (1 + 0.5 + 0.25 * (32**2 - 31**2))) / 2
+    )
