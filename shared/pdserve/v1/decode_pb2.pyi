@@ -22,6 +22,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SessionHello(_message.Message):
+    """SessionHello is the router's first message."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
@@ -114,6 +116,8 @@ Global___Rearm: _TypeAlias = Rearm  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
+    """Cancel frees what a ticket holds; its End comes back. An unknown ticket is passed over."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
@@ -133,6 +137,8 @@ Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
 class SessionRequest(_message.Message):
+    """SessionRequest is a router's next command."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
@@ -167,6 +173,8 @@ Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 
 @_typing.final
 class SessionWelcome(_message.Message):
+    """SessionWelcome answers SessionHello."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
@@ -330,6 +338,8 @@ Global___AlreadyReady: _TypeAlias = AlreadyReady  # noqa: Y015
 
 @_typing.final
 class End(_message.Message):
+    """End is the last that is heard of a ticket; nothing is held for it any more."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
@@ -362,7 +372,10 @@ class Step(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
+    seconds: _builtins.float
+    """Seconds that the engine computed for it; 0: it computed nothing."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_sequence_pb2.StepToken]: ...
     @_builtins.property
@@ -373,10 +386,11 @@ class Step(_message.Message):
         number: _builtins.int = ...,
         tokens: _abc.Iterable[_sequence_pb2.StepToken] | None = ...,
         ends: _abc.Iterable[Global___End] | None = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "number", b"number", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "number", b"number", "seconds", b"seconds", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -384,6 +398,8 @@ Global___Step: _TypeAlias = Step  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
+    """SessionResponse is the next thing that happened."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int

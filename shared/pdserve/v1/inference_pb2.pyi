@@ -8,6 +8,8 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from pdserve.v1 import stats_pb2 as _stats_pb2
+from pdserve.v1 import trace_pb2 as _trace_pb2
 from pdserve.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -27,19 +29,54 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    """Never sent."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """A stop token, an end-of-sequence token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the context window was reached."""
 
-class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """FinishReason says why an answer is complete."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+"""Never sent."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """A stop token, an end-of-sequence token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the context window was reached."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _RequestState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_STATE_UNSPECIFIED: _RequestState.ValueType  # 0
+    """Never sent."""
+    REQUEST_STATE_RUNNING: _RequestState.ValueType  # 1
+    """It waits, or it is being answered."""
+    REQUEST_STATE_DONE: _RequestState.ValueType  # 2
+    """Answered to its end."""
+    REQUEST_STATE_FAILED: _RequestState.ValueType  # 3
+    """With an error; see code."""
+    REQUEST_STATE_CANCELLED: _RequestState.ValueType  # 4
+    """By its client."""
+
+class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
+    """RequestState is how far a request is."""
+
+REQUEST_STATE_UNSPECIFIED: RequestState.ValueType  # 0
+"""Never sent."""
+REQUEST_STATE_RUNNING: RequestState.ValueType  # 1
+"""It waits, or it is being answered."""
+REQUEST_STATE_DONE: RequestState.ValueType  # 2
+"""Answered to its end."""
+REQUEST_STATE_FAILED: RequestState.ValueType  # 3
+"""With an error; see code."""
+REQUEST_STATE_CANCELLED: RequestState.ValueType  # 4
+"""By its client."""
+Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -49,7 +86,9 @@ class TokenIds(_message.Message):
 
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Each below the model's vocab_size; at least one."""
+
     def __init__(
         self,
         *,
@@ -74,6 +113,7 @@ class ChatMessage(_message.Message):
     role: _builtins.str
     """"system", "user", "assistant", or any other role that the model's chat template knows."""
     content: _builtins.str
+    """What was said, as plain text."""
     def __init__(
         self,
         *,
@@ -96,7 +136,9 @@ class Chat(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """Oldest first; at least one."""
+
     def __init__(
         self,
         *,
@@ -165,7 +207,7 @@ class SamplingOptions(_message.Message):
     """Same seed, same request, same tokens. Unset: the router draws one and returns it in PromptInfo."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of single tokens, in [-100, 100]."""
+        """Token id to what is added to its logit, in [-100, 100]; at most 1024 entries."""
 
     def __init__(
         self,
@@ -238,11 +280,11 @@ class StoppingOptions(_message.Message):
     """Go on after the model's end-of-sequence tokens."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The answer ends before the first of these strings (it is not part of the text)."""
+        """The answer ends before the first of these strings (it is not part of the text). At most 16, of 256 characters."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the answer like the model's own end-of-sequence tokens do."""
+        """Token ids that end the answer like the model's own end-of-sequence tokens do; at most 64."""
 
     def __init__(
         self,
@@ -280,28 +322,38 @@ class ResponseOptions(_message.Message):
 
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.int
-    """Log-probability of each chosen token, and of this many most likely ones (0: only the chosen). Unset: none."""
+    """Log-probability of each chosen token, and of this many most likely ones (0: only the chosen), at most 20. Unset:
+    none.
+    """
     skip_special_tokens: _builtins.bool
     """Leave special tokens out of the text; neutral true."""
+    token_bytes: _builtins.bool
+    """Tell the bytes that each token stands for, those of top_logprobs too; neutral false."""
     def __init__(
         self,
         *,
         logprobs: _builtins.int | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
+        token_bytes: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_token_bytes", b"_token_bytes", "logprobs", b"logprobs", "skip_special_tokens", b"skip_special_tokens", "token_bytes", b"token_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_token_bytes", b"_token_bytes", "logprobs", b"logprobs", "skip_special_tokens", b"skip_special_tokens", "token_bytes", b"token_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__token_bytes: _TypeAlias = _typing.Literal["token_bytes"]  # noqa: Y015
+    _WhichOneofArgType__token_bytes: _TypeAlias = _typing.Literal["_token_bytes", b"_token_bytes"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_bytes) -> _WhichOneofReturnType__token_bytes | None: ...
 
 Global___ResponseOptions: _TypeAlias = ResponseOptions  # noqa: Y015
 
@@ -340,6 +392,8 @@ Global___SloTargets: _TypeAlias = SloTargets  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
+    """GenerateRequest is one prompt and how to answer it. At most 16 MiB."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
@@ -357,26 +411,39 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Name of a served model; may be empty where the fleet serves just one."""
     text: _builtins.str
+    """Tokenized as it is, with the special tokens that the model's tokenizer puts around a text."""
     request_id: _builtins.str
     """The caller's name for this request, at most 128 printable ASCII characters; empty: the router makes one."""
     priority: _builtins.int
     """Higher goes first; neutral 0."""
     session_id: _builtins.str
-    """Requests of one conversation share an id."""
+    """Requests of one conversation share an id, at most 256 characters. No decision depends on it yet."""
     cache_salt: _builtins.str
-    """Requests with different salts never share cached KV."""
+    """Requests with different salts never share cached KV; at most 256 characters."""
     @_builtins.property
-    def token_ids(self) -> Global___TokenIds: ...
+    def token_ids(self) -> Global___TokenIds:
+        """Taken as it is."""
+
     @_builtins.property
-    def chat(self) -> Global___Chat: ...
+    def chat(self) -> Global___Chat:
+        """Put through the model's chat template, up to where the answer begins."""
+
     @_builtins.property
-    def sampling(self) -> Global___SamplingOptions: ...
+    def sampling(self) -> Global___SamplingOptions:
+        """How tokens are chosen."""
+
     @_builtins.property
-    def stopping(self) -> Global___StoppingOptions: ...
+    def stopping(self) -> Global___StoppingOptions:
+        """When the answer ends."""
+
     @_builtins.property
-    def response(self) -> Global___ResponseOptions: ...
+    def response(self) -> Global___ResponseOptions:
+        """What comes back."""
+
     @_builtins.property
-    def slo(self) -> Global___SloTargets: ...
+    def slo(self) -> Global___SloTargets:
+        """The latencies that this request wants to see."""
+
     def __init__(
         self,
         *,
@@ -420,7 +487,9 @@ class PromptInfo(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """The caller's name for it, or the one that the router made."""
     model: _builtins.str
+    """The model that answers."""
     prompt_tokens: _builtins.int
     """Number of prompt tokens."""
     @_builtins.property
@@ -428,7 +497,9 @@ class PromptInfo(_message.Message):
         """Every sampling and stopping value in force, none unset."""
 
     @_builtins.property
-    def stopping(self) -> Global___StoppingOptions: ...
+    def stopping(self) -> Global___StoppingOptions:
+        """See sampling."""
+
     def __init__(
         self,
         *,
@@ -456,17 +527,23 @@ class TokenLogprob(_message.Message):
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
+    """Index into the vocabulary."""
     logprob: _builtins.float
+    """Natural logarithm, 0 or less."""
+    token_bytes: _builtins.bytes
+    """Set where the request asked for token_bytes."""
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         logprob: _builtins.float = ...,
+        token_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_bytes", b"token_bytes", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -481,21 +558,30 @@ class Token(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     id: _builtins.int
+    """Index into the vocabulary."""
     logprob: _builtins.float
     """Set where the request asked for logprobs."""
+    token_bytes: _builtins.bytes
+    """Set where the request asked for token_bytes: the token by itself, in UTF-8. A character may need the bytes of
+    several tokens. A special token's bytes are its name, whether or not it is part of the text.
+    """
     @_builtins.property
-    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """The most likely tokens in this place, likeliest first; as many as were asked for."""
+
     def __init__(
         self,
         *,
         id: _builtins.int = ...,
         logprob: _builtins.float | None = ...,
         top_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        token_bytes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "id", b"id", "logprob", b"logprob", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "id", b"id", "logprob", b"logprob", "token_bytes", b"token_bytes", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
     _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
@@ -517,8 +603,11 @@ class Output(_message.Message):
     index: _builtins.int
     """Index of the first token here; the answer's first token has index 0."""
     text: _builtins.str
+    """Text that is final; all of an answer's texts together are the answer."""
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]: ...
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Token]:
+        """In the answer's order; empty where only text was held back."""
+
     def __init__(
         self,
         *,
@@ -536,8 +625,9 @@ Global___Output: _TypeAlias = Output  # noqa: Y015
 
 @_typing.final
 class Stages(_message.Message):
-    """Stages is where the time of a request went, in milliseconds. The first five sum to the time from arrival to
-    the second token; queue_ms + prefill_ms is the time to first token as the router saw it.
+    """Stages is where the time of a request went, in milliseconds by the router's clock. Each is what it added to the wait,
+    so they never overlap. The first three sum to the time to first token: from the request's arrival at the router to its
+    first token's. The last three sum to the first gap between tokens, and are 0 where there was no second one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -547,16 +637,23 @@ class Stages(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     TRANSFER_EXPOSED_MS_FIELD_NUMBER: _builtins.int
     DECODE_WAIT_MS_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_MS_FIELD_NUMBER: _builtins.int
     queue_ms: _builtins.float
-    """Arrival to dispatch: checks, tokenizing, waiting for a worker."""
+    """Arrival to dispatch: checks, tokenizing, waiting for a worker. Tries that came to nothing before the first token are
+    part of it.
+    """
     reserve_ms: _builtins.float
-    """Dispatch to the decode worker's reservation. Overlaps prefill_ms, so it is not part of the sum."""
+    """Dispatch until the decode worker had reserved pages, or until the prompt was being computed where that came first:
+    prefill and reservation run side by side.
+    """
     prefill_ms: _builtins.float
-    """Dispatch to first token."""
+    """From there to the first token: waiting for a place in a batch, and computing."""
     transfer_exposed_ms: _builtins.float
     """First token to the last KV byte in its page: the part of the transfer that computing did not hide."""
     decode_wait_ms: _builtins.float
-    """KV complete to second token: waiting for a place in the batch and the first decode step."""
+    """KV complete to the beginning of the step that made the second token."""
+    first_step_ms: _builtins.float
+    """That step, until its token was here."""
     def __init__(
         self,
         *,
@@ -565,10 +662,11 @@ class Stages(_message.Message):
         prefill_ms: _builtins.float = ...,
         transfer_exposed_ms: _builtins.float = ...,
         decode_wait_ms: _builtins.float = ...,
+        first_step_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_wait_ms", b"decode_wait_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "reserve_ms", b"reserve_ms", "transfer_exposed_ms", b"transfer_exposed_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_wait_ms", b"decode_wait_ms", "first_step_ms", b"first_step_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "reserve_ms", b"reserve_ms", "transfer_exposed_ms", b"transfer_exposed_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -576,6 +674,8 @@ Global___Stages: _TypeAlias = Stages  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """Usage is what a request took."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -588,7 +688,9 @@ class Usage(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
+    """Number of prompt tokens."""
     completion_tokens: _builtins.int
+    """Number of tokens in the answer, the one that ended it included."""
     cached_tokens: _builtins.int
     """Prompt tokens whose KV was in a cache and that prefill did not compute."""
     kv_transfer_bytes: _builtins.int
@@ -598,10 +700,13 @@ class Usage(_message.Message):
     replays: _builtins.int
     """How often the answer was continued on another pair of workers."""
     prefill_worker: _builtins.str
-    """Workers that computed the first token and the rest."""
+    """The worker that computed the first token."""
     decode_worker: _builtins.str
+    """The worker that computed the others; empty where there were none."""
     @_builtins.property
-    def stages(self) -> Global___Stages: ...
+    def stages(self) -> Global___Stages:
+        """Where its time went."""
+
     def __init__(
         self,
         *,
@@ -625,6 +730,8 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):
+    """Finish ends an answer."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
@@ -632,10 +739,15 @@ class Finish(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
+    """Why it is complete."""
     stop_string: _builtins.str
+    """The string of StoppingOptions.stop; it is not part of the text."""
     stop_token_id: _builtins.int
+    """The end-of-sequence token, or one of StoppingOptions.stop_token_ids; it is among the tokens, not in the text."""
     @_builtins.property
-    def usage(self) -> Global___Usage: ...
+    def usage(self) -> Global___Usage:
+        """What the request took."""
+
     def __init__(
         self,
         *,
@@ -656,17 +768,25 @@ Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
+    """GenerateResponse is the next event of an answer."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def prompt(self) -> Global___PromptInfo: ...
+    def prompt(self) -> Global___PromptInfo:
+        """First, and once."""
+
     @_builtins.property
-    def output(self) -> Global___Output: ...
+    def output(self) -> Global___Output:
+        """Any number of times."""
+
     @_builtins.property
-    def finish(self) -> Global___Finish: ...
+    def finish(self) -> Global___Finish:
+        """Last, and once. A stream that ends without it has failed, and its status says why."""
+
     def __init__(
         self,
         *,
@@ -685,7 +805,152 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
+class MultiplexBegin(_message.Message):
+    """MultiplexBegin is one more request on a shared stream, with what a call of its own would have as metadata."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TIME_REMAINING_MS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    time_remaining_ms: _builtins.int
+    """Time to the request's deadline; 0: the router's own limit."""
+    traceparent: _builtins.str
+    """W3C trace context; may be empty."""
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest:
+        """As for Generate."""
+
+    def __init__(
+        self,
+        *,
+        request: Global___GenerateRequest | None = ...,
+        time_remaining_ms: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "time_remaining_ms", b"time_remaining_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultiplexBegin: _TypeAlias = MultiplexBegin  # noqa: Y015
+
+@_typing.final
+class MultiplexCancel(_message.Message):
+    """MultiplexCancel ends a request early. Nothing more comes of it; one that has ended already is no error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultiplexCancel: _TypeAlias = MultiplexCancel  # noqa: Y015
+
+@_typing.final
+class MultiplexRequest(_message.Message):
+    """MultiplexRequest begins or cancels one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The caller's name for the request: a number that was not used on this stream before."""
+    @_builtins.property
+    def begin(self) -> Global___MultiplexBegin:
+        """Run a request under that number."""
+
+    @_builtins.property
+    def cancel(self) -> Global___MultiplexCancel:
+        """End the request of that number."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        begin: Global___MultiplexBegin | None = ...,
+        cancel: Global___MultiplexCancel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "begin", b"begin", "cancel", b"cancel"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "begin", b"begin", "cancel", b"cancel", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["begin", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
+
+Global___MultiplexRequest: _TypeAlias = MultiplexRequest  # noqa: Y015
+
+@_typing.final
+class MultiplexItem(_message.Message):
+    """MultiplexItem is news of one request. Nothing follows a finish, or an error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """The request's number."""
+    error: _builtins.bytes
+    """The request failed: a serialized google.rpc.Status, as Generate sends it in its trailers."""
+    @_builtins.property
+    def response(self) -> Global___GenerateResponse:
+        """As Generate streams them."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        response: Global___GenerateResponse | None = ...,
+        error: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "event", b"event", "number", b"number", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["response", "error"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___MultiplexItem: _TypeAlias = MultiplexItem  # noqa: Y015
+
+@_typing.final
+class MultiplexResponse(_message.Message):
+    """MultiplexResponse is news of several requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ITEMS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___MultiplexItem]:
+        """In order, for each request."""
+
+    def __init__(
+        self,
+        *,
+        items: _abc.Iterable[Global___MultiplexItem] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultiplexResponse: _TypeAlias = MultiplexResponse  # noqa: Y015
+
+@_typing.final
 class ListModelsRequest(_message.Message):
+    """ListModelsRequest asks for all of them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -701,14 +966,19 @@ Global___ListModelsRequest: _TypeAlias = ListModelsRequest  # noqa: Y015
 
 @_typing.final
 class Model(_message.Message):
+    """Model is one that requests can name."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """As requests name it."""
     max_model_len: _builtins.int
+    """Longest prompt plus answer, in tokens."""
     vocab_size: _builtins.int
+    """Token ids are below this."""
     def __init__(
         self,
         *,
@@ -726,11 +996,15 @@ Global___Model: _TypeAlias = Model  # noqa: Y015
 
 @_typing.final
 class ListModelsResponse(_message.Message):
+    """ListModelsResponse answers ListModels."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]: ...
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
+        """In the order that the router was given."""
+
     def __init__(
         self,
         *,
@@ -746,6 +1020,8 @@ Global___ListModelsResponse: _TypeAlias = ListModelsResponse  # noqa: Y015
 
 @_typing.final
 class GetFleetRequest(_message.Message):
+    """GetFleetRequest asks for all workers."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -772,14 +1048,19 @@ class FleetWorker(_message.Message):
     OUTSTANDING_TOKENS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
+    """Where the router reaches it, as host:port."""
     connected: _builtins.bool
     """False while the router has no live Watch stream to it; the rest is then the last thing known, or empty."""
     outstanding_tokens: _builtins.int
     """Tokens that this router sent there and has not seen the end of."""
     @_builtins.property
-    def snapshot(self) -> _worker_pb2.WorkerSnapshot: ...
+    def snapshot(self) -> _worker_pb2.WorkerSnapshot:
+        """What it is."""
+
     @_builtins.property
-    def load(self) -> _worker_pb2.WorkerLoad: ...
+    def load(self) -> _worker_pb2.WorkerLoad:
+        """What it does, after its newest step."""
+
     @_builtins.property
     def links(self) -> _worker_pb2.LinkTable:
         """The worker's KV links, as it told them last."""
@@ -804,11 +1085,15 @@ Global___FleetWorker: _TypeAlias = FleetWorker  # noqa: Y015
 
 @_typing.final
 class GetFleetResponse(_message.Message):
+    """GetFleetResponse answers GetFleet."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]: ...
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetWorker]:
+        """Every worker that the router was told of, prefix caches included."""
+
     def __init__(
         self,
         *,
@@ -821,3 +1106,332 @@ class GetFleetResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetFleetResponse: _TypeAlias = GetFleetResponse  # noqa: Y015
+
+@_typing.final
+class TokenizeRequest(_message.Message):
+    """TokenizeRequest is a prompt to look at."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in GenerateRequest."""
+    text: _builtins.str
+    """Taken as it is."""
+    add_special_tokens: _builtins.bool
+    """Let the tokenizer add what it puts around a text, such as a beginning-of-sequence token. Unset is what Generate
+    does: true for text, false for a chat, whose template writes them itself.
+    """
+    token_bytes: _builtins.bool
+    """Tell the bytes that each token stands for; neutral false."""
+    @_builtins.property
+    def chat(self) -> Global___Chat:
+        """The model's chat template is applied, up to where the answer would begin."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        text: _builtins.str = ...,
+        chat: Global___Chat | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        token_bytes: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_token_bytes", b"_token_bytes", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "prompt", b"prompt", "text", b"text", "token_bytes", b"token_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_token_bytes", b"_token_bytes", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "token_bytes", b"token_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__token_bytes: _TypeAlias = _typing.Literal["token_bytes"]  # noqa: Y015
+    _WhichOneofArgType__token_bytes: _TypeAlias = _typing.Literal["_token_bytes", b"_token_bytes"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
+    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__token_bytes) -> _WhichOneofReturnType__token_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
+
+@_typing.final
+class TokenizeResponse(_message.Message):
+    """TokenizeResponse answers Tokenize."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """Number of ids."""
+    max_model_len: _builtins.int
+    """Longest prompt plus answer of this model, in tokens."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt's tokens, in order."""
+
+    @_builtins.property
+    def token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """One for each id where they were asked for, else none; see Token.token_bytes."""
+
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        count: _builtins.int = ...,
+        max_model_len: _builtins.int = ...,
+        token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "ids", b"ids", "max_model_len", b"max_model_len", "token_bytes", b"token_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
+class DetokenizeRequest(_message.Message):
+    """DetokenizeRequest is tokens to read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """As in GenerateRequest."""
+    skip_special_tokens: _builtins.bool
+    """Leave special tokens out of the text; neutral false, so that the text has all that the ids have."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In order; each below the model's vocab_size."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "ids", b"ids", "model", b"model", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
+
+Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
+
+@_typing.final
+class DetokenizeResponse(_message.Message):
+    """DetokenizeResponse answers Detokenize."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Bytes that are no UTF-8 read as replacement characters."""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
+
+@_typing.final
+class RequestSummary(_message.Message):
+    """RequestSummary is what a router remembers of a request. Prompt and answer are no part of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ARRIVED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    DURATION_MS_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As PromptInfo told it."""
+    trace_id: _builtins.str
+    """Lower-case hex: 32 digits."""
+    model: _builtins.str
+    """As the client named it, where the request did not get as far as a served model."""
+    state: Global___RequestState.ValueType
+    """How far it is."""
+    arrived_unix_ns: _builtins.int
+    """Unix time in nanoseconds, by the router's clock."""
+    duration_ms: _builtins.float
+    """Arrival to end, or to now."""
+    ttft_ms: _builtins.float
+    """Arrival to first token; unset where none came yet."""
+    finish_reason: Global___FinishReason.ValueType
+    """Why the answer is complete, where it is."""
+    code: _builtins.str
+    """The gRPC status code's name and the message, for one that failed."""
+    error: _builtins.str
+    """See code."""
+    @_builtins.property
+    def itl(self) -> _stats_pb2.LatencyStats:
+        """The gaps between its tokens."""
+
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """As far as it is known."""
+
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Every worker that it was placed on, in that order, those that let it down too."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        trace_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        state: Global___RequestState.ValueType = ...,
+        arrived_unix_ns: _builtins.int = ...,
+        duration_ms: _builtins.float = ...,
+        ttft_ms: _builtins.float | None = ...,
+        itl: _stats_pb2.LatencyStats | None = ...,
+        finish_reason: Global___FinishReason.ValueType = ...,
+        code: _builtins.str = ...,
+        error: _builtins.str = ...,
+        usage: Global___Usage | None = ...,
+        workers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "itl", b"itl", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "arrived_unix_ns", b"arrived_unix_ns", "code", b"code", "duration_ms", b"duration_ms", "error", b"error", "finish_reason", b"finish_reason", "itl", b"itl", "model", b"model", "request_id", b"request_id", "state", b"state", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
+
+Global___RequestSummary: _TypeAlias = RequestSummary  # noqa: Y015
+
+@_typing.final
+class ListTracesRequest(_message.Message):
+    """ListTracesRequest asks for the newest requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIMIT_FIELD_NUMBER: _builtins.int
+    limit: _builtins.int
+    """How many at most; 0: 20."""
+    def __init__(
+        self,
+        *,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTracesRequest: _TypeAlias = ListTracesRequest  # noqa: Y015
+
+@_typing.final
+class ListTracesResponse(_message.Message):
+    """ListTracesResponse answers ListTraces."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestSummary]:
+        """Newest first."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___RequestSummary] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListTracesResponse: _TypeAlias = ListTracesResponse  # noqa: Y015
+
+@_typing.final
+class GetTraceRequest(_message.Message):
+    """GetTraceRequest names a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As PromptInfo told it. Where several requests had the same one, the newest is meant."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTraceRequest: _TypeAlias = GetTraceRequest  # noqa: Y015
+
+@_typing.final
+class GetTraceResponse(_message.Message):
+    """GetTraceResponse answers GetTrace."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request(self) -> Global___RequestSummary:
+        """What the router itself remembers of it."""
+
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[_trace_pb2.Span]:
+        """In no order, times by the router's clock. A request that still runs has an open span of the router's."""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_trace_pb2.TraceSource]:
+        """The router itself and every worker that was asked or should have been."""
+
+    def __init__(
+        self,
+        *,
+        request: Global___RequestSummary | None = ...,
+        spans: _abc.Iterable[_trace_pb2.Span] | None = ...,
+        sources: _abc.Iterable[_trace_pb2.TraceSource] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "sources", b"sources", "spans", b"spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTraceResponse: _TypeAlias = GetTraceResponse  # noqa: Y015

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from pdserve.v1 import inference_pb2 as pdserve_dot_v1_dot_inference__pb2
+from pdserve.v1 import stats_pb2 as pdserve_dot_v1_dot_stats__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -27,6 +28,18 @@ if _version_not_supported:
 
 class InferenceServiceStub:
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
+
+    A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
+    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
+    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
+    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+
+    The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
+    no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
+    is. Cancelling a call frees what it holds on every worker.
+
+    Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
+    where request_id is empty.
     """
 
     def __init__(self, channel):
@@ -40,6 +53,11 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Multiplex = channel.stream_stream(
+                '/pdserve.v1.InferenceService/Multiplex',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.MultiplexRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.MultiplexResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/pdserve.v1.InferenceService/ListModels',
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -50,10 +68,47 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.GetFleetResponse.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/pdserve.v1.InferenceService/GetStats',
+                request_serializer=pdserve_dot_v1_dot_stats__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_stats__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
+        self.ListTraces = channel.unary_unary(
+                '/pdserve.v1.InferenceService/ListTraces',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.ListTracesRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.ListTracesResponse.FromString,
+                _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/pdserve.v1.InferenceService/GetTrace',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.GetTraceResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Tokenize',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/pdserve.v1.InferenceService/Detokenize',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
+
+    A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
+    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
+    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
+    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+
+    The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
+    no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
+    is. Cancelling a call frees what it holds on every worker.
+
+    Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
+    where request_id is empty.
     """
 
     def Generate(self, request, context):
@@ -61,14 +116,26 @@ class InferenceServiceServicer:
         values that were resolved for it), the following ones carry tokens, the last one carries the finish and usage.
 
         Errors: INVALID_ARGUMENT with BadRequest field violations, NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED
-        with RetryInfo when the fleet cannot take the request, DEADLINE_EXCEEDED, UNAVAILABLE.
+        with RetryInfo when the fleet cannot take the request, DEADLINE_EXCEEDED, UNAVAILABLE when the router starts or
+        drains, or when an answer could not be continued after its workers were lost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Multiplex(self, request_iterator, context):
+        """Multiplex runs many requests over one stream, for gateways and whoever else has many at a time: one message carries
+        what is new of all of them, which costs a fraction of a stream for each. Each request gets what Generate would have
+        sent. The end of the stream cancels those that still run.
+
+        Errors of single requests come as items. The call itself fails with INVALID_ARGUMENT for a number in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """ListModels names the models that the fleet serves now.
+        """ListModels names the models that the fleet serves now: those that a worker could take a request for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,6 +143,48 @@ class InferenceServiceServicer:
 
     def GetFleet(self, request, context):
         """GetFleet returns the router's view of its workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStats(self, request, context):
+        """GetStats returns what this router measured in the last minute, model by model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTraces(self, request, context):
+        """ListTraces names the most recent requests of this router, the newest first, running ones among them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTrace(self, request, context):
+        """GetTrace gathers the spans of one recent request from this router and the workers that served it. A worker whose
+        part cannot be had is named in the answer.
+
+        Errors: NOT_FOUND for a request that this router never had or has forgotten, FAILED_PRECONDITION where it was
+        started to keep no traces.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Tokenize says which tokens a prompt is, as Generate would make them of it. No worker is asked.
+
+        Errors: INVALID_ARGUMENT with BadRequest field violations (a prompt that max_model_len could never hold is one),
+        NOT_FOUND for an unknown model, UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Detokenize turns token ids into text. Errors as in Tokenize.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,6 +198,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'Multiplex': grpc.stream_stream_rpc_method_handler(
+                    servicer.Multiplex,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.MultiplexRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.MultiplexResponse.SerializeToString,
+            ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
@@ -98,6 +212,31 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetFleet,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.GetFleetRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.GetFleetResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=pdserve_dot_v1_dot_stats__pb2.GetStatsRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_stats__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'ListTraces': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTraces,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.ListTracesRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.ListTracesResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.GetTraceRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.GetTraceResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -109,6 +248,18 @@ def add_InferenceServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
+
+    A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
+    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
+    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
+    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+
+    The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
+    no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
+    is. Cancelling a call frees what it holds on every worker.
+
+    Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
+    where request_id is empty.
     """
 
     @staticmethod
@@ -128,6 +279,33 @@ class InferenceService:
             '/pdserve.v1.InferenceService/Generate',
             pdserve_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Multiplex(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pdserve.v1.InferenceService/Multiplex',
+            pdserve_dot_v1_dot_inference__pb2.MultiplexRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.MultiplexResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -182,6 +360,141 @@ class InferenceService:
             '/pdserve.v1.InferenceService/GetFleet',
             pdserve_dot_v1_dot_inference__pb2.GetFleetRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.GetFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/GetStats',
+            pdserve_dot_v1_dot_stats__pb2.GetStatsRequest.SerializeToString,
+            pdserve_dot_v1_dot_stats__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTraces(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/ListTraces',
+            pdserve_dot_v1_dot_inference__pb2.ListTracesRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.ListTracesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/GetTrace',
+            pdserve_dot_v1_dot_inference__pb2.GetTraceRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.GetTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Tokenize',
+            pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/Detokenize',
+            pdserve_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from pdserve.v1 import inference_pb2 as _inference_pb2
+from pdserve.v1 import stats_pb2 as _stats_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -27,7 +28,20 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """InferenceService is the public API. Every router serves it; a client needs nothing else."""
+    """InferenceService is the public API. Every router serves it; a client needs nothing else.
+
+    A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
+    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
+    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
+    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+
+    The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
+    no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
+    is. Cancelling a call frees what it holds on every worker.
+
+    Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
+    where request_id is empty.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,16 +52,56 @@ class InferenceServiceStub:
     values that were resolved for it), the following ones carry tokens, the last one carries the finish and usage.
 
     Errors: INVALID_ARGUMENT with BadRequest field violations, NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED
-    with RetryInfo when the fleet cannot take the request, DEADLINE_EXCEEDED, UNAVAILABLE.
+    with RetryInfo when the fleet cannot take the request, DEADLINE_EXCEEDED, UNAVAILABLE when the router starts or
+    drains, or when an answer could not be continued after its workers were lost.
+    """
+    Multiplex: _grpc.StreamStreamMultiCallable[_inference_pb2.MultiplexRequest, _inference_pb2.MultiplexResponse]
+    """Multiplex runs many requests over one stream, for gateways and whoever else has many at a time: one message carries
+    what is new of all of them, which costs a fraction of a stream for each. Each request gets what Generate would have
+    sent. The end of the stream cancels those that still run.
+
+    Errors of single requests come as items. The call itself fails with INVALID_ARGUMENT for a number in use.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
-    """ListModels names the models that the fleet serves now."""
+    """ListModels names the models that the fleet serves now: those that a worker could take a request for."""
     GetFleet: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetFleetRequest, _inference_pb2.GetFleetResponse]
     """GetFleet returns the router's view of its workers."""
+    GetStats: _grpc.UnaryUnaryMultiCallable[_stats_pb2.GetStatsRequest, _stats_pb2.GetStatsResponse]
+    """GetStats returns what this router measured in the last minute, model by model."""
+    ListTraces: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListTracesRequest, _inference_pb2.ListTracesResponse]
+    """ListTraces names the most recent requests of this router, the newest first, running ones among them."""
+    GetTrace: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetTraceRequest, _inference_pb2.GetTraceResponse]
+    """GetTrace gathers the spans of one recent request from this router and the workers that served it. A worker whose
+    part cannot be had is named in the answer.
+
+    Errors: NOT_FOUND for a request that this router never had or has forgotten, FAILED_PRECONDITION where it was
+    started to keep no traces.
+    """
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """Tokenize says which tokens a prompt is, as Generate would make them of it. No worker is asked.
+
+    Errors: INVALID_ARGUMENT with BadRequest field violations (a prompt that max_model_len could never hold is one),
+    NOT_FOUND for an unknown model, UNAVAILABLE.
+    """
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """Detokenize turns token ids into text. Errors as in Tokenize."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """InferenceService is the public API. Every router serves it; a client needs nothing else."""
+    """InferenceService is the public API. Every router serves it; a client needs nothing else.
+
+    A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
+    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
+    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
+    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+
+    The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
+    no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
+    is. Cancelling a call frees what it holds on every worker.
+
+    Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
+    where request_id is empty.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -55,15 +109,55 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     values that were resolved for it), the following ones carry tokens, the last one carries the finish and usage.
 
     Errors: INVALID_ARGUMENT with BadRequest field violations, NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED
-    with RetryInfo when the fleet cannot take the request, DEADLINE_EXCEEDED, UNAVAILABLE.
+    with RetryInfo when the fleet cannot take the request, DEADLINE_EXCEEDED, UNAVAILABLE when the router starts or
+    drains, or when an answer could not be continued after its workers were lost.
+    """
+    Multiplex: _aio.StreamStreamMultiCallable[_inference_pb2.MultiplexRequest, _inference_pb2.MultiplexResponse]  # type: ignore[assignment]
+    """Multiplex runs many requests over one stream, for gateways and whoever else has many at a time: one message carries
+    what is new of all of them, which costs a fraction of a stream for each. Each request gets what Generate would have
+    sent. The end of the stream cancels those that still run.
+
+    Errors of single requests come as items. The call itself fails with INVALID_ARGUMENT for a number in use.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """ListModels names the models that the fleet serves now."""
+    """ListModels names the models that the fleet serves now: those that a worker could take a request for."""
     GetFleet: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetFleetRequest, _inference_pb2.GetFleetResponse]  # type: ignore[assignment]
     """GetFleet returns the router's view of its workers."""
+    GetStats: _aio.UnaryUnaryMultiCallable[_stats_pb2.GetStatsRequest, _stats_pb2.GetStatsResponse]  # type: ignore[assignment]
+    """GetStats returns what this router measured in the last minute, model by model."""
+    ListTraces: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListTracesRequest, _inference_pb2.ListTracesResponse]  # type: ignore[assignment]
+    """ListTraces names the most recent requests of this router, the newest first, running ones among them."""
+    GetTrace: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetTraceRequest, _inference_pb2.GetTraceResponse]  # type: ignore[assignment]
+    """GetTrace gathers the spans of one recent request from this router and the workers that served it. A worker whose
+    part cannot be had is named in the answer.
+
+    Errors: NOT_FOUND for a request that this router never had or has forgotten, FAILED_PRECONDITION where it was
+    started to keep no traces.
+    """
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Tokenize says which tokens a prompt is, as Generate would make them of it. No worker is asked.
+
+    Errors: INVALID_ARGUMENT with BadRequest field violations (a prompt that max_model_len could never hold is one),
+    NOT_FOUND for an unknown model, UNAVAILABLE.
+    """
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Detokenize turns token ids into text. Errors as in Tokenize."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """InferenceService is the public API. Every router serves it; a client needs nothing else."""
+    """InferenceService is the public API. Every router serves it; a client needs nothing else.
+
+    A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
+    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
+    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
+    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+
+    The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
+    no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
+    is. Cancelling a call frees what it holds on every worker.
+
+    Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
+    where request_id is empty.
+    """
 
     @_abc_1.abstractmethod
     def Generate(
@@ -75,7 +169,21 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         values that were resolved for it), the following ones carry tokens, the last one carries the finish and usage.
 
         Errors: INVALID_ARGUMENT with BadRequest field violations, NOT_FOUND for an unknown model, RESOURCE_EXHAUSTED
-        with RetryInfo when the fleet cannot take the request, DEADLINE_EXCEEDED, UNAVAILABLE.
+        with RetryInfo when the fleet cannot take the request, DEADLINE_EXCEEDED, UNAVAILABLE when the router starts or
+        drains, or when an answer could not be continued after its workers were lost.
+        """
+
+    @_abc_1.abstractmethod
+    def Multiplex(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.MultiplexRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.MultiplexResponse], _abc.AsyncIterator[_inference_pb2.MultiplexResponse]]:
+        """Multiplex runs many requests over one stream, for gateways and whoever else has many at a time: one message carries
+        what is new of all of them, which costs a fraction of a stream for each. Each request gets what Generate would have
+        sent. The end of the stream cancels those that still run.
+
+        Errors of single requests come as items. The call itself fails with INVALID_ARGUMENT for a number in use.
         """
 
     @_abc_1.abstractmethod
@@ -84,7 +192,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ListModelsResponse, _abc.Awaitable[_inference_pb2.ListModelsResponse]]:
-        """ListModels names the models that the fleet serves now."""
+        """ListModels names the models that the fleet serves now: those that a worker could take a request for."""
 
     @_abc_1.abstractmethod
     def GetFleet(
@@ -93,5 +201,54 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GetFleetResponse, _abc.Awaitable[_inference_pb2.GetFleetResponse]]:
         """GetFleet returns the router's view of its workers."""
+
+    @_abc_1.abstractmethod
+    def GetStats(
+        self,
+        request: _stats_pb2.GetStatsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_stats_pb2.GetStatsResponse, _abc.Awaitable[_stats_pb2.GetStatsResponse]]:
+        """GetStats returns what this router measured in the last minute, model by model."""
+
+    @_abc_1.abstractmethod
+    def ListTraces(
+        self,
+        request: _inference_pb2.ListTracesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ListTracesResponse, _abc.Awaitable[_inference_pb2.ListTracesResponse]]:
+        """ListTraces names the most recent requests of this router, the newest first, running ones among them."""
+
+    @_abc_1.abstractmethod
+    def GetTrace(
+        self,
+        request: _inference_pb2.GetTraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetTraceResponse, _abc.Awaitable[_inference_pb2.GetTraceResponse]]:
+        """GetTrace gathers the spans of one recent request from this router and the workers that served it. A worker whose
+        part cannot be had is named in the answer.
+
+        Errors: NOT_FOUND for a request that this router never had or has forgotten, FAILED_PRECONDITION where it was
+        started to keep no traces.
+        """
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
+        """Tokenize says which tokens a prompt is, as Generate would make them of it. No worker is asked.
+
+        Errors: INVALID_ARGUMENT with BadRequest field violations (a prompt that max_model_len could never hold is one),
+        NOT_FOUND for an unknown model, UNAVAILABLE.
+        """
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
+        """Detokenize turns token ids into text. Errors as in Tokenize."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,9 +32,13 @@ class KvLayout(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     TRANSFER_DTYPE_FIELD_NUMBER: _builtins.int
     block_size: _builtins.int
+    """Tokens in a block."""
     num_layers: _builtins.int
+    """Layers of the model."""
     num_kv_heads: _builtins.int
+    """Heads of K, and of V, in a layer."""
     head_size: _builtins.int
+    """Numbers in a head."""
     dtype: _builtins.str
     """"float32", "bfloat16" or "float16"."""
     model_fingerprint: _builtins.bytes
@@ -62,6 +66,8 @@ Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
 
 @_typing.final
 class LinkHello(_message.Message):
+    """LinkHello is what each side says of itself first."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
@@ -324,6 +330,8 @@ Global___TicketClosed: _TypeAlias = TicketClosed  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
+    """Heartbeat says that the sender is alive while it has nothing else to say."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -339,6 +347,8 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class LinkMessage(_message.Message):
+    """LinkMessage is anything that either side says."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
@@ -393,6 +403,8 @@ Global___LinkMessage: _TypeAlias = LinkMessage  # noqa: Y015
 
 @_typing.final
 class LinkRequest(_message.Message):
+    """LinkRequest is what the opener says."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGE_FIELD_NUMBER: _builtins.int
@@ -413,6 +425,8 @@ Global___LinkRequest: _TypeAlias = LinkRequest  # noqa: Y015
 
 @_typing.final
 class LinkResponse(_message.Message):
+    """LinkResponse is what the other says."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGE_FIELD_NUMBER: _builtins.int

@@ -19,6 +19,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class PrefillRequest(_message.Message):
+    """PrefillRequest is one attempt to fill a ticket."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TICKET_FIELD_NUMBER: _builtins.int
@@ -58,6 +60,8 @@ Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
+    """FirstToken comes as soon as the prompt is computed, whatever of its KV is still on its way."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
@@ -100,6 +104,8 @@ Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
 class PrefillCommitted(_message.Message):
+    """PrefillCommitted says that the decode worker has all KV."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KV_BYTES_FIELD_NUMBER: _builtins.int
@@ -127,6 +133,8 @@ Global___PrefillCommitted: _TypeAlias = PrefillCommitted  # noqa: Y015
 
 @_typing.final
 class PrefillResponse(_message.Message):
+    """PrefillResponse is the next event of an attempt."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int

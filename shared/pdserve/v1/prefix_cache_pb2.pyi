@@ -49,6 +49,8 @@ Global___CacheBlock: _TypeAlias = CacheBlock  # noqa: Y015
 
 @_typing.final
 class LookupRequest(_message.Message):
+    """LookupRequest is a chain of block hashes, 16 bytes each, from the prompt's first block on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HASHES_FIELD_NUMBER: _builtins.int
@@ -69,6 +71,8 @@ Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
 
 @_typing.final
 class LookupResponse(_message.Message):
+    """LookupResponse answers Lookup."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     LEADING_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -88,6 +92,8 @@ Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
 
 @_typing.final
 class FetchRequest(_message.Message):
+    """FetchRequest names blocks by their hashes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HASHES_FIELD_NUMBER: _builtins.int
@@ -108,6 +114,8 @@ Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
 
 @_typing.final
 class FetchResponse(_message.Message):
+    """FetchResponse carries the next blocks."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: _builtins.int
@@ -128,6 +136,8 @@ Global___FetchResponse: _TypeAlias = FetchResponse  # noqa: Y015
 
 @_typing.final
 class StoreRequest(_message.Message):
+    """StoreRequest carries blocks to keep."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCKS_FIELD_NUMBER: _builtins.int
@@ -148,6 +158,8 @@ Global___StoreRequest: _TypeAlias = StoreRequest  # noqa: Y015
 
 @_typing.final
 class StoreResponse(_message.Message):
+    """StoreResponse counts what became of the blocks."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STORED_FIELD_NUMBER: _builtins.int

@@ -27,41 +27,53 @@ class _EndReason:
 class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     END_REASON_UNSPECIFIED: _EndReason.ValueType  # 0
+    """Never sent."""
     END_REASON_STOP: _EndReason.ValueType  # 1
     """A stop or end-of-sequence token."""
     END_REASON_LENGTH: _EndReason.ValueType  # 2
+    """max_tokens or the context window was reached."""
     END_REASON_CANCELLED: _EndReason.ValueType  # 3
+    """The router cancelled it."""
     END_REASON_PREEMPTED: _EndReason.ValueType  # 4
     """The pool ran out of blocks; continue by replay."""
     END_REASON_TRANSFER_FAILED: _EndReason.ValueType  # 5
     """The transfer failed; continue by replay."""
     END_REASON_DEADLINE: _EndReason.ValueType  # 6
+    """Its time ran out."""
     END_REASON_NO_CAPACITY: _EndReason.ValueType  # 7
     """The reservation was refused; nothing is held."""
     END_REASON_DRAINING: _EndReason.ValueType  # 8
+    """The worker takes no new work."""
     END_REASON_INVALID: _EndReason.ValueType  # 9
     """The worker cannot take this sequence at all."""
     END_REASON_INTERNAL: _EndReason.ValueType  # 10
+    """The worker failed."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """EndReason says why a worker is done with a ticket."""
 
 END_REASON_UNSPECIFIED: EndReason.ValueType  # 0
+"""Never sent."""
 END_REASON_STOP: EndReason.ValueType  # 1
 """A stop or end-of-sequence token."""
 END_REASON_LENGTH: EndReason.ValueType  # 2
+"""max_tokens or the context window was reached."""
 END_REASON_CANCELLED: EndReason.ValueType  # 3
+"""The router cancelled it."""
 END_REASON_PREEMPTED: EndReason.ValueType  # 4
 """The pool ran out of blocks; continue by replay."""
 END_REASON_TRANSFER_FAILED: EndReason.ValueType  # 5
 """The transfer failed; continue by replay."""
 END_REASON_DEADLINE: EndReason.ValueType  # 6
+"""Its time ran out."""
 END_REASON_NO_CAPACITY: EndReason.ValueType  # 7
 """The reservation was refused; nothing is held."""
 END_REASON_DRAINING: EndReason.ValueType  # 8
+"""The worker takes no new work."""
 END_REASON_INVALID: EndReason.ValueType  # 9
 """The worker cannot take this sequence at all."""
 END_REASON_INTERNAL: EndReason.ValueType  # 10
+"""The worker failed."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 
 @_typing.final

@@ -27,16 +27,25 @@ class _Role:
 class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
+    """Never sent."""
     ROLE_PREFILL: _Role.ValueType  # 1
+    """Computes prompts."""
     ROLE_DECODE: _Role.ValueType  # 2
+    """Computes answers, and prompts where it holds them already or the fleet has no prefill workers."""
     ROLE_PREFIX_CACHE: _Role.ValueType  # 3
+    """Keeps KV blocks of shared prefixes."""
 
-class Role(_Role, metaclass=_RoleEnumTypeWrapper): ...
+class Role(_Role, metaclass=_RoleEnumTypeWrapper):
+    """Role is what a worker is there for."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
+"""Never sent."""
 ROLE_PREFILL: Role.ValueType  # 1
+"""Computes prompts."""
 ROLE_DECODE: Role.ValueType  # 2
+"""Computes answers, and prompts where it holds them already or the fleet has no prefill workers."""
 ROLE_PREFIX_CACHE: Role.ValueType  # 3
+"""Keeps KV blocks of shared prefixes."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
@@ -50,7 +59,9 @@ class VersionRange(_message.Message):
     MIN_FIELD_NUMBER: _builtins.int
     MAX_FIELD_NUMBER: _builtins.int
     min: _builtins.int
+    """The oldest version that it speaks."""
     max: _builtins.int
+    """The newest."""
     def __init__(
         self,
         *,
@@ -67,11 +78,15 @@ Global___VersionRange: _TypeAlias = VersionRange  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):
+    """WatchRequest begins a Watch."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def protocol(self) -> Global___VersionRange: ...
+    def protocol(self) -> Global___VersionRange:
+        """What the caller speaks."""
+
     def __init__(
         self,
         *,
@@ -131,31 +146,47 @@ class WorkerSnapshot(_message.Message):
     LOOKAHEAD_TOKENS_FIELD_NUMBER: _builtins.int
     WATERMARK_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
+    """Unique in its fleet."""
     incarnation: _builtins.str
     """A new one each time the worker starts."""
     role: Global___Role.ValueType
+    """What it is there for."""
     model: _builtins.str
+    """Name of the model that it serves."""
     max_model_len: _builtins.int
+    """Longest prompt plus answer, in tokens."""
     vocab_size: _builtins.int
+    """Token ids are below this."""
     total_blocks: _builtins.int
+    """Blocks of KV memory; free, cached, owned and reserved ones add up to it."""
     max_num_seqs: _builtins.int
+    """Sequences that it runs at once."""
     max_num_batched_tokens: _builtins.int
+    """Tokens that it computes in one step."""
     endpoint: _builtins.str
     """Where this worker's gRPC services (LinkService among them) listen."""
     node: _builtins.str
+    """Name of the machine."""
     device: _builtins.str
+    """"cpu" or "cuda:0"."""
     draining: _builtins.bool
+    """It takes no new work."""
     lookahead_tokens: _builtins.int
     """What admission takes and keeps: tokens of room for an answer's beginning, and blocks that stay free beside others."""
     watermark_blocks: _builtins.int
+    """See lookahead_tokens."""
     @_builtins.property
-    def layout(self) -> _kv_pb2.KvLayout: ...
+    def layout(self) -> _kv_pb2.KvLayout:
+        """How its KV pages look."""
+
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Software versions: "pdserve", "torch", "cuda", "nccl"."""
 
     @_builtins.property
-    def protocol(self) -> Global___VersionRange: ...
+    def protocol(self) -> Global___VersionRange:
+        """What it speaks."""
+
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """KV transports this worker can use: "gloo", "nccl", "cuda-ipc"."""
@@ -209,7 +240,13 @@ class WorkerLoad(_message.Message):
     KV_BYTES_SENT_FIELD_NUMBER: _builtins.int
     KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    BUSY_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFIX_QUERIES_FIELD_NUMBER: _builtins.int
+    PREFIX_HITS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     free_blocks: _builtins.int
+    """Blocks that hold nothing."""
     cached_blocks: _builtins.int
     """Unreferenced blocks whose content is reusable; they are evicted when needed."""
     owned_blocks: _builtins.int
@@ -217,15 +254,31 @@ class WorkerLoad(_message.Message):
     reserved_blocks: _builtins.int
     """Blocks that tickets without complete KV hold."""
     running: _builtins.int
+    """Sequences in the batch."""
     waiting: _builtins.int
+    """Sequences that wait for a place in it."""
     pending_prefill_tokens: _builtins.int
     """Prompt tokens that wait to be computed."""
     steps: _builtins.int
+    """Steps since the worker started, as are the counts below."""
     preemptions: _builtins.int
+    """Sequences that lost their blocks to others."""
     kv_bytes_sent: _builtins.int
+    """KV bytes that went out over all links."""
     kv_bytes_received: _builtins.int
+    """KV bytes that came in."""
     prefill_tokens_per_second: _builtins.float
     """Prompt tokens that this worker computes in a second while it computes prompts; 0: not measured yet."""
+    busy_seconds: _builtins.float
+    """Seconds that the engine spent in steps: their share of the time is how busy it is."""
+    prefix_queries: _builtins.int
+    """Prompt tokens that were looked up in this worker's own cache since it started, and those that were there."""
+    prefix_hits: _builtins.int
+    """See prefix_queries."""
+    computed_tokens: _builtins.int
+    """Tokens that it computed, and tokens that it sampled, since it started."""
+    sampled_tokens: _builtins.int
+    """See computed_tokens."""
     def __init__(
         self,
         *,
@@ -241,10 +294,15 @@ class WorkerLoad(_message.Message):
         kv_bytes_sent: _builtins.int = ...,
         kv_bytes_received: _builtins.int = ...,
         prefill_tokens_per_second: _builtins.float = ...,
+        busy_seconds: _builtins.float = ...,
+        prefix_queries: _builtins.int = ...,
+        prefix_hits: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        sampled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "owned_blocks", b"owned_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reserved_blocks", b"reserved_blocks", "running", b"running", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_blocks", b"cached_blocks", "computed_tokens", b"computed_tokens", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "owned_blocks", b"owned_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "reserved_blocks", b"reserved_blocks", "running", b"running", "sampled_tokens", b"sampled_tokens", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -268,6 +326,7 @@ class LinkState(_message.Message):
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     ROUND_TRIP_SECONDS_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
+    """The other end's worker_id."""
     transport: _builtins.str
     """"gloo", "nccl" or "cuda-ipc"."""
     path: _builtins.str
@@ -275,12 +334,15 @@ class LinkState(_message.Message):
     degraded: _builtins.str
     """Why a slower path than expected was taken; empty: none was."""
     bytes_sent: _builtins.int
+    """KV bytes that went out over it."""
     bytes_received: _builtins.int
+    """KV bytes that came in over it."""
     bytes_per_second: _builtins.float
     """Bandwidth as measured when the link came up or was probed last, sending; 0: not measured."""
     bytes_in_flight: _builtins.int
     """Announced to the peer, and not landed yet."""
     frames_in_flight: _builtins.int
+    """See bytes_in_flight."""
     credit_bytes: _builtins.int
     """What may still be announced before the peer returns credit."""
     round_trip_seconds: _builtins.float
@@ -316,7 +378,9 @@ class LinkTable(_message.Message):
 
     LINKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkState]: ...
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkState]:
+        """One for each peer."""
+
     def __init__(
         self,
         *,
@@ -332,6 +396,8 @@ Global___LinkTable: _TypeAlias = LinkTable  # noqa: Y015
 
 @_typing.final
 class WorkerDelta(_message.Message):
+    """WorkerDelta is what changed since the message before."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
@@ -341,15 +407,21 @@ class WorkerDelta(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
+    """Counts from 1."""
     draining: _builtins.bool
+    """It takes no new work."""
     @_builtins.property
-    def load(self) -> Global___WorkerLoad: ...
+    def load(self) -> Global___WorkerLoad:
+        """After the newest step."""
+
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Hashes of blocks that became reusable, and of blocks that were evicted; 16 bytes each."""
 
     @_builtins.property
-    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """See stored."""
+
     @_builtins.property
     def links(self) -> Global___LinkTable:
         """Set where it changed; at most once a second."""
@@ -374,14 +446,20 @@ Global___WorkerDelta: _TypeAlias = WorkerDelta  # noqa: Y015
 
 @_typing.final
 class WatchResponse(_message.Message):
+    """WatchResponse is the next thing that a worker tells."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def snapshot(self) -> Global___WorkerSnapshot: ...
+    def snapshot(self) -> Global___WorkerSnapshot:
+        """First, and once."""
+
     @_builtins.property
-    def delta(self) -> Global___WorkerDelta: ...
+    def delta(self) -> Global___WorkerDelta:
+        """From then on."""
+
     def __init__(
         self,
         *,
@@ -400,13 +478,16 @@ Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
 
 @_typing.final
 class OpenLinkRequest(_message.Message):
+    """OpenLinkRequest names the other worker."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENDPOINT_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
-    """The other worker's gRPC endpoint and identity."""
+    """Its gRPC endpoint, host:port."""
     worker_id: _builtins.str
+    """Who is expected there."""
     def __init__(
         self,
         *,
@@ -423,6 +504,8 @@ Global___OpenLinkRequest: _TypeAlias = OpenLinkRequest  # noqa: Y015
 
 @_typing.final
 class OpenLinkResponse(_message.Message):
+    """OpenLinkResponse says which link there is now."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSPORT_FIELD_NUMBER: _builtins.int
@@ -443,6 +526,8 @@ Global___OpenLinkResponse: _TypeAlias = OpenLinkResponse  # noqa: Y015
 
 @_typing.final
 class ProbeLinkRequest(_message.Message):
+    """ProbeLinkRequest names the other worker and what to measure."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ENDPOINT_FIELD_NUMBER: _builtins.int
@@ -450,8 +535,9 @@ class ProbeLinkRequest(_message.Message):
     FRAME_BYTES_FIELD_NUMBER: _builtins.int
     BYTES_PER_SIZE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
-    """The other worker's gRPC endpoint and identity."""
+    """Its gRPC endpoint, host:port."""
     worker_id: _builtins.str
+    """Who is expected there."""
     bytes_per_size: _builtins.int
     """Bytes to send for each size; 0: 32 MiB. At most 1 GiB."""
     @_builtins.property
@@ -476,12 +562,16 @@ Global___ProbeLinkRequest: _TypeAlias = ProbeLinkRequest  # noqa: Y015
 
 @_typing.final
 class ProbeSample(_message.Message):
+    """ProbeSample is the bandwidth of one size of frame."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FRAME_BYTES_FIELD_NUMBER: _builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     frame_bytes: _builtins.int
+    """Size of each frame."""
     bytes_per_second: _builtins.float
+    """Bandwidth with frames of that size, sending."""
     def __init__(
         self,
         *,
@@ -498,6 +588,8 @@ Global___ProbeSample: _TypeAlias = ProbeSample  # noqa: Y015
 
 @_typing.final
 class ProbeLinkResponse(_message.Message):
+    """ProbeLinkResponse is what was measured; the first four fields are as in LinkState."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TRANSPORT_FIELD_NUMBER: _builtins.int
@@ -506,11 +598,17 @@ class ProbeLinkResponse(_message.Message):
     ROUND_TRIP_SECONDS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
+    """As in LinkState."""
     path: _builtins.str
+    """As in LinkState."""
     degraded: _builtins.str
+    """As in LinkState."""
     round_trip_seconds: _builtins.float
+    """As in LinkState."""
     @_builtins.property
-    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeSample]: ...
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProbeSample]:
+        """One for each size, in the order asked for."""
+
     def __init__(
         self,
         *,
@@ -530,6 +628,8 @@ Global___ProbeLinkResponse: _TypeAlias = ProbeLinkResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):
+    """DrainRequest has nothing to say."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -545,6 +645,8 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class DrainResponse(_message.Message):
+    """DrainResponse has nothing to say."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from pdserve.v1 import trace_pb2 as pdserve_dot_v1_dot_trace__pb2
 from pdserve.v1 import worker_pb2 as pdserve_dot_v1_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -55,6 +56,11 @@ class WorkerServiceStub:
                 request_serializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetSpans = channel.unary_unary(
+                '/pdserve.v1.WorkerService/GetSpans',
+                request_serializer=pdserve_dot_v1_dot_trace__pb2.GetSpansRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_trace__pb2.GetSpansResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -90,6 +96,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSpans(self, request, context):
+        """GetSpans returns what this worker did for one of its recent traces.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +125,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pdserve_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetSpans': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSpans,
+                    request_deserializer=pdserve_dot_v1_dot_trace__pb2.GetSpansRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_trace__pb2.GetSpansResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +241,33 @@ class WorkerService:
             '/pdserve.v1.WorkerService/Drain',
             pdserve_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             pdserve_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSpans(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.WorkerService/GetSpans',
+            pdserve_dot_v1_dot_trace__pb2.GetSpansRequest.SerializeToString,
+            pdserve_dot_v1_dot_trace__pb2.GetSpansResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from pdserve.v1 import trace_pb2 as _trace_pb2
 from pdserve.v1 import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -43,6 +44,8 @@ class WorkerServiceStub:
     """ProbeLink measures the link to another worker with frames that nobody keeps, opening it where it is missing."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Drain leaves the view; running work goes on."""
+    GetSpans: _grpc.UnaryUnaryMultiCallable[_trace_pb2.GetSpansRequest, _trace_pb2.GetSpansResponse]
+    """GetSpans returns what this worker did for one of its recent traces."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -59,6 +62,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """ProbeLink measures the link to another worker with frames that nobody keeps, opening it where it is missing."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain leaves the view; running work goes on."""
+    GetSpans: _aio.UnaryUnaryMultiCallable[_trace_pb2.GetSpansRequest, _trace_pb2.GetSpansResponse]  # type: ignore[assignment]
+    """GetSpans returns what this worker did for one of its recent traces."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """WorkerService is what every worker (prefill, decode, prefix cache) tells about itself."""
@@ -96,5 +101,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Drain leaves the view; running work goes on."""
+
+    @_abc_1.abstractmethod
+    def GetSpans(
+        self,
+        request: _trace_pb2.GetSpansRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trace_pb2.GetSpansResponse, _abc.Awaitable[_trace_pb2.GetSpansResponse]]:
+        """GetSpans returns what this worker did for one of its recent traces."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
