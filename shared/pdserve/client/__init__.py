@@ -1,0 +1,71 @@
+"""The Python client: typed requests in, typed events out, cancelled when you stop reading.
+
+    async with Client("127.0.0.1:50051") as client:
+        async with client.generate("Once upon a time", max_tokens=64) as events:
+            async for event in events:
+                if isinstance(event, Output):
+                    print(event.text, end="")
+
+SyncClient is the same without asyncio. Any gRPC client can do what these do with the protos; they add types, errors,
+retries and tracing. What they raise, all of it a PdserveError:
+
+    InvalidRequest            bad input; names the field
+    UnknownModel              no such model here
+    UnknownRequest            no such request among the recent ones
+    NoCapacity                the fleet is full; may say when to come back. Retried where it does
+    Unavailable               the router cannot be reached, or lacks workers. Retried
+    RpcError                  what has no type of its own; has the gRPC code
+    └── DeadlineExceeded      `timeout` passed
+
+The first five are in pdserve.core.errors, the others in pdserve.rpc.errors. Retries are logged to the logger
+"pdserve.client" at info.
+"""
+
+from __future__ import annotations
+
+from pdserve.client.aio import Client, EventStream
+from pdserve.client.attempts import CALL_TIMEOUT
+from pdserve.client.events import Completion, Event, Finish, FinishReason, Output, PromptInfo, Stages, Token, Usage
+from pdserve.client.fleet import FleetLink, FleetWorker, Model
+from pdserve.client.options import GenerateOptions, Prompt
+from pdserve.client.retry import DEFAULT_RETRIES, NO_RETRIES, Retry, RetryPolicy
+from pdserve.client.session import Session
+from pdserve.client.stats import LatencyStats, ModelStats, Stats
+from pdserve.client.sync import SyncClient, SyncEventStream
+from pdserve.client.tokens import Tokenization
+from pdserve.client.traces import RequestState, RequestSummary, Trace, TraceSource
+
+__all__ = [
+    "CALL_TIMEOUT",
+    "DEFAULT_RETRIES",
+    "NO_RETRIES",
+    "Client",
+    "Completion",
+    "Event",
+    "EventStream",
+    "Finish",
+    "FinishReason",
+    "FleetLink",
+    "FleetWorker",
+    "GenerateOptions",
+    "LatencyStats",
+    "Model",
+    "ModelStats",
+    "Output",
+    "Prompt",
+    "PromptInfo",
+    "RequestState",
+    "RequestSummary",
+    "Retry",
+    "RetryPolicy",
+    "Session",
+    "Stages",
+    "Stats",
+    "SyncClient",
+    "SyncEventStream",
+    "Token",
+    "Tokenization",
+    "Trace",
+    "TraceSource",
+    "Usage",
+]

@@ -1,0 +1,81 @@
+"""One request for an answer, over all its tries: what to send, what to show, and whether trying again would show."""
+
+from __future__ import annotations
+
+import grpc
+
+from pdserve.client.convert import event_from_proto, request_to_proto
+from pdserve.client.events import Completion, Event, Finish, Output, PromptInfo, Token
+from pdserve.client.options import GenerateOptions, Prompt
+from pdserve.rpc.errors import RpcError
+from pdserve.telemetry.tracing import TRACEPARENT, current_traceparent
+from pdserve.v1 import inference_pb2
+
+
+class Exchange:
+    """What was asked and what was shown of the answer. Does no I/O."""
+
+    def __init__(self, prompt: Prompt, options: GenerateOptions) -> None:
+        """Raises TypeError, as `request_to_proto` does."""
+        self.request = request_to_proto(prompt, options)
+        self.timeout = options.get("timeout")
+        parent = options.get("traceparent") or current_traceparent()
+        self.metadata = ((TRACEPARENT, parent),) if parent else ()
+        self._info_shown = False
+        self._output_shown = False
+        self._finished = False
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a new try would go unnoticed. A token that was shown cannot be taken back, and no server goes on
+        from it; PromptInfo can stand, because what it said is what the next try asks for."""
+        return not self._output_shown
+
+    def take(self, response: inference_pb2.GenerateResponse) -> Event | None:
+        """The event to show, None for one that was shown by an earlier try."""
+        event = event_from_proto(response)
+        if isinstance(event, PromptInfo):
+            if self._info_shown:
+                return None
+            self._info_shown = True
+            self._keep(response.prompt)
+        elif event is not None:
+            self._output_shown = True
+            self._finished = isinstance(event, Finish)
+        return event
+
+    def end(self) -> None:
+        """The server ended the stream without an error. Raises RpcError where the answer is not complete."""
+        if not self._finished:
+            raise RpcError(grpc.StatusCode.INTERNAL, "the stream ended without a finish")
+
+    def _keep(self, info: inference_pb2.PromptInfo) -> None:
+        """Ask any further try for what the first one was told: the same id, and above all the seed that was drawn."""
+        self.request.request_id, self.request.model = info.request_id, info.model
+        self.request.sampling.CopyFrom(info.sampling)
+        self.request.stopping.CopyFrom(info.stopping)
+
+
+class Collector:
+    """Gathers events to a Completion."""
+
+    def __init__(self) -> None:
+        self._info: PromptInfo | None = None
+        self._finish: Finish | None = None
+        self._tokens: list[Token] = []
+        self._text: list[str] = []
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Output):
+            self._tokens += event.tokens
+            self._text.append(event.text)
+        elif isinstance(event, PromptInfo):
+            self._info = event
+        else:
+            self._finish = event
+
+    def completion(self) -> Completion:
+        """After the last event. Raises RpcError for a server that told no PromptInfo."""
+        if self._info is None or self._finish is None:
+            raise RpcError(grpc.StatusCode.INTERNAL, "the stream held no PromptInfo")
+        return Completion(self._info, tuple(self._tokens), "".join(self._text), self._finish)
