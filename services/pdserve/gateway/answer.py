@@ -1,0 +1,153 @@
+"""The answer to one completion request: streamed or whole, and cancelled when its client goes away.
+
+Nothing is sent before the first token is here. Until then a refusal still has an HTTP status and a Retry-After, which
+clients act upon; later it is the stream's last event.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing, asynccontextmanager
+
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pdserve.client import Event, Finish, GenerateOptions, PromptInfo, Usage
+from pdserve.core.errors import PdserveError
+from pdserve.gateway.call import Call, call_of
+from pdserve.gateway.chunks import DONE, Chunks, Head, Whole, event
+from pdserve.gateway.disconnect import unless_disconnected
+from pdserve.gateway.errors import ApiError, error_response, from_pdserve, internal
+from pdserve.gateway.fan import merge
+from pdserve.gateway.routers import Routers
+from pdserve.gateway.translate import Job
+
+log = structlog.get_logger(__name__)
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
+]
+
+
+class Answer(Response):
+    """Does the work for `job` when it is sent. `timeout`, in seconds, is the deadline of each prompt's answer."""
+
+    def __init__(self, job: Job, routers: Routers, timeout: float) -> None:
+        self._job, self._routers, self._timeout = job, routers, timeout
+        self._started = False
+        super().__init__()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = call_of(scope)
+        if not await unless_disconnected(receive, self._answer(call, scope, receive, send)):
+            call.metrics.disconnected(call.route)
+            log.info("client_gone", route=call.route)
+
+    async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await (self._stream(call, send) if self._job.stream else self._whole(call, send))
+        except (ApiError, PdserveError) as raised:
+            error = raised if isinstance(raised, ApiError) else from_pdserve(raised, self._job.renames)
+            log.info("request_failed", route=call.route, status=error.status, error=error.message)
+            await self._fail(error, call, scope, receive, send)
+        except Exception as raised:
+            log.error("request_broken", route=call.route, error=repr(raised), exc_info=raised)
+            await self._fail(internal(), call, scope, receive, send)
+
+    async def _fail(self, error: ApiError, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._started:
+            await error_response(error)(scope, receive, send)
+            return
+        call.metrics.stream_failed(call.route)
+        # Without [DONE]: nobody shall take this for a complete answer.
+        await self._send(send, event(error.body()), more=False)
+
+    async def _stream(self, call: Call, send: Send) -> None:
+        job = self._job
+        chunks: Chunks | None = None
+        usages: list[Usage] = []
+        begun: set[int] = set()
+        async with self._events(call) as events:
+            async for index, part in events:
+                if isinstance(part, PromptInfo):
+                    chunks = chunks or self._chunks(call, part)
+                    continue
+                assert chunks is not None, "PromptInfo comes first"
+                data = b""
+                if index not in begun:
+                    begun.add(index)
+                    call.note_first_token()
+                    data = chunks.first(index)
+                if isinstance(part, Finish):
+                    usages.append(part.usage)
+                    data += chunks.finish(index, part)
+                else:
+                    data += chunks.output(index, part)
+                if data:
+                    await self._send(send, data)
+        assert chunks is not None and len(usages) == len(job.prompts), "every answer ends with a Finish"
+        await self._send(send, chunks.usage(usages) + DONE, more=False)
+
+    async def _whole(self, call: Call, send: Send) -> None:
+        job = self._job
+        whole, head = Whole(len(job.prompts), logprobs=job.logprobs), None
+        async with self._events(call) as events:
+            async for index, part in events:
+                if isinstance(part, PromptInfo):
+                    head = head or _head(job, call, part)
+                else:
+                    call.note_first_token()
+                    whole.add(index, part)
+        assert head is not None, "PromptInfo comes first"
+        body = whole.json(head, job.stop_token_ids)
+        await _send_whole(send, body)
+
+    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        if not self._started:
+            self._started = True
+            await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+
+    @asynccontextmanager
+    async def _events(self, call: Call) -> AsyncIterator[AsyncGenerator[tuple[int, Event]]]:
+        """Ask routers for every prompt at once; leaving cancels what still runs."""
+        job = self._job
+        with ExitStack() as picked:
+            streams = []
+            for number, prompt in enumerate(job.prompts):
+                session = picked.enter_context(self._routers.pick_session())
+                name = f"{call.id}-{number}" if len(job.prompts) > 1 else call.id
+                options: GenerateOptions = {
+                    **job.options,
+                    "request_id": name,
+                    "timeout": self._timeout,
+                    "traceparent": call.traceparent,
+                    "token_bytes": job.logprobs,
+                }
+                streams.append(session.generate(prompt, **options))
+            async with aclosing(merge(streams)) as events:
+                yield events
+
+    def _chunks(self, call: Call, info: PromptInfo) -> Chunks:
+        job = self._job
+        return Chunks(
+            _head(job, call, info),
+            len(job.prompts),
+            logprobs=job.logprobs,
+            include_usage=job.include_usage,
+            named=job.stop_token_ids,
+        )
+
+
+def _head(job: Job, call: Call, info: PromptInfo) -> Head:
+    return Head(job.chat, call.id, int(time.time()), info.model)
+
+
+async def _send_whole(send: Send, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,134 @@
+"""The routers behind this gateway: a client for each, and whether it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from pdserve.client import NO_RETRIES, Client, Session
+from pdserve.rpc.channel import connect
+
+log = structlog.get_logger(__name__)
+
+SERVICE = "pdserve.v1.InferenceService"
+_BACKOFF = 0.2  # seconds between tries to follow a router's health
+_CHECK_SECONDS = 2.0
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+class Router:
+    """One router. `serving` is what its health stream said last; a stream that ended says no."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.serving = False
+        self.in_flight = 0
+        # Refusals go to the HTTP client with their Retry-After: it knows how long it wants to wait.
+        self.client = Client(target, retry=NO_RETRIES)
+        self.session = Session(target)
+        self._channel = connect(target)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def close(self) -> None:
+        await self.session.close()
+        await self.client.close()
+        await self._channel.close()
+
+    async def follow(self, changed: asyncio.Event) -> None:
+        """Keep `serving` true to the router's health, for ever; `changed` is set at each change."""
+        while True:
+            call = self._health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True)
+            try:
+                async for response in call:
+                    self._set(response.status == _SERVING, changed)
+            except grpc.aio.AioRpcError as error:
+                log.debug("router_unreachable", router=self.target, code=error.code().name)
+            finally:
+                call.cancel()
+                self._set(False, changed)
+            await asyncio.sleep(_BACKOFF)
+
+    async def check(self) -> bool:
+        """Ask now whether it serves; no answer in time means no."""
+        call = self._health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=_CHECK_SECONDS)
+        try:
+            response: health_pb2.HealthCheckResponse = await call
+            return bool(response.status == _SERVING)
+        except grpc.aio.AioRpcError:
+            return False
+        finally:
+            call.cancel()
+
+    def _set(self, serving: bool, changed: asyncio.Event) -> None:
+        if serving != self.serving:
+            self.serving = serving
+            log.info("router_serves" if serving else "router_lost", router=self.target)
+            changed.set()
+
+
+class Routers:
+    """All of them, followed while the scope is open."""
+
+    def __init__(self, targets: Sequence[str]) -> None:
+        self._targets = targets
+        self._routers: list[Router] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._routers = [Router(target) for target in self._targets]
+        for router in self._routers:
+            self._tasks.append(asyncio.create_task(router.follow(self._changed), name=f"health of {router.target}"))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for router in self._routers:
+            await router.close()
+
+    @contextlib.contextmanager
+    def pick(self) -> Iterator[Client]:
+        """The client of the router with the fewest of our requests; those that serve come first."""
+        with self._pick() as router:
+            yield router.client
+
+    @contextlib.contextmanager
+    def pick_session(self) -> Iterator[Session]:
+        """As `pick`, for requests that stream."""
+        with self._pick() as router:
+            yield router.session
+
+    @contextlib.contextmanager
+    def _pick(self) -> Iterator[Router]:
+        router = min(self._routers, key=lambda router: (not router.serving, router.in_flight))
+        router.in_flight += 1
+        try:
+            yield router
+        finally:
+            router.in_flight -= 1
+
+    def clients(self) -> list[Client]:
+        """Every router's client, for what each knows of its own; those that serve come first."""
+        return [router.client for router in sorted(self._routers, key=lambda router: not router.serving)]
+
+    async def wait_serving(self) -> None:
+        """Wait, for as long as it takes, until one of them serves."""
+        while not any(router.serving for router in self._routers):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def check(self) -> bool:
+        """Ask them now: does any serve?"""
+        return any(await asyncio.gather(*(router.check() for router in self._routers)))

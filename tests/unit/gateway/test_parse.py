@@ -1,0 +1,220 @@
+"""A request's body: what is taken, and how each mistake is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pdserve.gateway.errors import ApiError
+from pdserve.gateway.parse import parse
+from pdserve.gateway.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> ChatBody:
+    return parse(ChatBody, json.dumps({"messages": MESSAGES, **fields}).encode())
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return parse(CompletionBody, json.dumps({"prompt": "hi", **fields}).encode())
+
+
+def refusal(kind: Any, body: Any) -> ApiError:
+    with pytest.raises(ApiError) as error:
+        parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert error.value.status == 400
+    return error.value
+
+
+def test_every_documented_field_is_taken() -> None:
+    """OpenAI's and vLLM's, with values as their clients send them."""
+    body = chat(
+        model="m",
+        stream=True,
+        stream_options={"include_usage": True, "include_obfuscation": False},
+        temperature=1,  # an integer where a float is meant
+        top_p=0.5,
+        frequency_penalty=-1.5,
+        presence_penalty=0,
+        logit_bias={"7": -100, "319": 1.5},
+        seed=-1,
+        stop="\n",
+        max_completion_tokens=5,
+        logprobs=True,
+        top_logprobs=3,
+        user="u",
+        metadata={"a": "b"},
+        safety_identifier="s",
+        prompt_cache_key="k",
+        top_k=-1,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        ignore_eos=True,
+        min_tokens=1,
+        stop_token_ids=[3],
+        skip_special_tokens=False,
+        cache_salt="salt",
+        priority=-2,
+        n=1,
+        tools=[],
+        tool_choice="auto",
+        response_format={"type": "text"},
+        store=False,
+    )
+    assert body.logit_bias == {7: -100.0, 319: 1.5}
+    assert (body.seed, body.stop, body.top_k) == (2**64 - 1, ["\n"], -1)
+
+
+def test_null_is_left_out() -> None:
+    """Clients write null for what they do not set, in what is served and in what is not."""
+    fields = [*ChatBody.model_fields, "n", "tools", "response_format", "audio", "reasoning_effort"]
+    body = chat(**{name: None for name in fields if name != "messages"})
+    assert body.model_dump(exclude={"messages"}, include=set(ChatBody.model_fields), exclude_none=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("plain", "plain"),
+        ("", ""),
+        ([{"type": "text", "text": "one"}], "one"),
+        ([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "one\ntwo"),
+    ],
+)
+def test_content_is_text_or_text_parts(content: Any, text: str) -> None:
+    assert chat(messages=[{"role": "user", "content": content}]).messages[0].content == text
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (None, "invalid_value"),
+        (5, "invalid_value"),
+        ([], "invalid_value"),
+        (["text"], "invalid_value"),
+        ([{"type": "text"}], "invalid_value"),
+        ([{"type": "text", "text": "a", "cache_control": {}}], "invalid_value"),
+        ([{"type": "image_url", "image_url": {"url": "data:"}}], "unsupported_parameter"),
+        ([{"type": "input_audio", "input_audio": {}}], "unsupported_parameter"),
+    ],
+)
+def test_other_content_is_refused_by_its_place(content: Any, code: str) -> None:
+    error = refusal(ChatBody, {"messages": [*MESSAGES, {"role": "user", "content": content}]})
+    assert (error.param, error.code) == ("messages[1].content", code)
+
+
+def test_an_answers_message_may_be_sent_back() -> None:
+    """As the clients dump it: with everything that is empty in it."""
+    message = {"role": "assistant", "content": "hello", "refusal": None, "annotations": [], "audio": None}
+    body = chat(messages=[*MESSAGES, {**message, "function_call": None, "tool_calls": None}, *MESSAGES])
+    assert [one.content for one in body.messages] == ["hi", "hello", "hi"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("n", True),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("parallel_tool_calls", True),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("modalities", ["text", "audio"]),
+        ("store", True),
+        ("reasoning_effort", "high"),
+        ("echo", True),
+        ("service_tier", "flex"),
+        ("structured_outputs", {"regex": "a"}),
+        ("chat_template", "x"),
+    ],
+)
+def test_what_a_chat_cannot_have_yet_is_refused_by_name(field: str, value: Any) -> None:
+    error = refusal(ChatBody, {"messages": MESSAGES, field: value})
+    assert (error.param, error.code) == (field, "unsupported_parameter")
+    assert "not supported yet" in error.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("n", 2), ("best_of", 2), ("echo", True), ("suffix", "end"), ("prompt_logprobs", 1)]
+)
+def test_what_a_completion_cannot_have_yet_is_refused_by_name(field: str, value: Any) -> None:
+    error = refusal(CompletionBody, {"prompt": "a", field: value})
+    assert (error.param, error.code) == (field, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"messages": MESSAGES, "max_token": 1}, "max_token", "did you mean 'max_tokens'?"),
+        ({"messages": MESSAGES, "zzz": 1}, "zzz", "no such field"),
+        ({"messages": [{**MESSAGES[0], "nme": "x"}]}, "messages[0].nme", "did you mean 'name'?"),
+        ({"messages": MESSAGES, "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "no such"),
+    ],
+)
+def test_unknown_fields_are_refused_with_the_nearest_known_one(body: Any, param: str, words: str) -> None:
+    error = refusal(ChatBody, body)
+    assert (error.param, error.code) == (param, "unknown_parameter")
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": MESSAGES, "temperature": "hot"}, "temperature"),
+        ({"messages": MESSAGES, "temperature": True}, "temperature"),
+        ({"messages": MESSAGES, "max_tokens": 1.5}, "max_tokens"),
+        ({"messages": MESSAGES, "max_tokens": -1}, "max_tokens"),
+        ({"messages": MESSAGES, "stream": "yes"}, "stream"),
+        ({"messages": MESSAGES, "stop": 5}, "stop"),
+        ({"messages": MESSAGES, "stop": [5]}, "stop[0]"),
+        ({"messages": MESSAGES, "seed": 2**64}, "seed"),
+        ({"messages": MESSAGES, "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"messages": MESSAGES, "logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"messages": MESSAGES, "top_k": -2}, "top_k"),
+        ({"messages": MESSAGES, "priority": 2**31}, "priority"),
+        ({"messages": MESSAGES, "metadata": {"a": 1}}, "metadata.a"),
+    ],
+)
+def test_wrong_types_are_refused_by_name(body: Any, param: str) -> None:
+    error = refusal(ChatBody, body)
+    assert error.param == param
+    assert error.message.startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'"text"', b"[]", b"\xff", b'{"prompt": NaN}'])
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    assert refusal(CompletionBody, body).kind == "invalid_request_error"
+
+
+def test_infinity_is_no_number_here() -> None:
+    assert refusal(CompletionBody, b'{"prompt": "a", "temperature": Infinity}').param == "temperature"
+
+
+def test_a_refusal_does_not_repeat_the_prompt() -> None:
+    secret = "very secret prompt"
+    for body in ({"prompt": [secret, 5]}, {"prompt": {"text": secret}}, {"prompt": "a", "user": [secret]}):
+        assert secret not in refusal(CompletionBody, body).message
+
+
+@pytest.mark.parametrize("prompt", ["", "text", ["a", "b"], [1, 2, 3], [[1], [2, 3]]])
+def test_prompts_of_every_shape(prompt: Any) -> None:
+    assert completion(prompt=prompt).prompt == prompt
+
+
+@pytest.mark.parametrize("prompt", [None, [], [[]], 5, [1, "a"], ["a", [1]], [True], [-1], [1.0], {"a": 1}, [[1], []]])
+def test_prompts_of_no_shape(prompt: Any) -> None:
+    assert refusal(CompletionBody, {"prompt": prompt}).param == "prompt"
+
+
+def test_tokenizer_bodies() -> None:
+    assert parse(TokenizeBody, b'{"prompt": "a", "add_generation_prompt": true}').prompt == "a"
+    assert refusal(TokenizeBody, {"messages": MESSAGES, "add_generation_prompt": False}).code == "unsupported_parameter"
+    assert parse(DetokenizeBody, b'{"tokens": [1, 2]}').tokens == [1, 2]
+    assert refusal(DetokenizeBody, {"tokens": [-1]}).param == "tokens[0]"
