@@ -13,13 +13,12 @@ import structlog
 
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
+from pdserve.decode import spans
 from pdserve.decode.session import RouterSession, Ticket
 from pdserve.rpc.convert import end_reason_to_proto, spec_from_proto
 from pdserve.rpc.errors import RpcError, abort
 from pdserve.rpc.server import Service
 from pdserve.rpc.versions import agree
-from pdserve.telemetry import names
-from pdserve.telemetry.tracing import record_span
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.worker.front import WorkerFront
 from pdserve.worker.messages import (
@@ -53,7 +52,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._sessions: set[RouterSession] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._step = 0
+        self._step, self._step_seconds = 0, 0.0
 
     async def Session(  # type: ignore[override]  # a coroutine that reads and writes by itself
         self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]
@@ -65,15 +64,20 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             self._sessions.add(session)
             await self._live(session, context)
         except PdserveError as error:
-            log.warning("session_failed", router_id=session.router_id, reason=str(error))
+            # A session that ends because this worker stops is in order.
+            tell = log.info if self._front.board.draining else log.warning
+            tell("session_failed", router_id=session.router_id, reason=str(error))
             await abort(context, error)
         finally:
             self._end_session(session)
 
     def on_step(self, step: StepDone) -> None:
         """The hot path: one message a step for each session that has part in it."""
-        self._step = step.number
+        self._step, self._step_seconds = step.number, step.seconds
         tickets = self._tickets
+        for chunk in step.chunks:
+            if (ticket := tickets.get(chunk.ticket)) is not None:
+                spans.chunk(ticket, chunk)
         for prompt in step.prompts:  # computed here: complete without a transfer
             ticket = tickets.get(prompt.ticket)
             if ticket is None:
@@ -89,6 +93,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             if ticket is None:
                 continue
             ticket.tokens += 1
+            if ticket.tokens == 1:
+                ticket.stepping_ns = time.time_ns() - round(1e9 * step.seconds)
             if ticket.session is not session:
                 session = ticket.session
                 add = self._part(parts, session).tokens.add
@@ -274,17 +280,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         response = parts.get(session)
         if response is None:
             response = parts[session] = decode_pb2.SessionResponse()
-            response.step.number = self._step
+            response.step.number, response.step.seconds = self._step, self._step_seconds
         return response.step
 
     def _on_reserved(self, ticket: Ticket, attempt: int, held: int) -> None:
         ticket.reserved_ns = time.time_ns()
-        self._trace(names.SPAN_RESERVE, ticket, ticket.submitted_ns, ticket.reserved_ns, {names.CACHED_TOKENS: held})
+        spans.reserved(ticket, held)
         reserved = decode_pb2.Reserved(ticket=ticket.id, attempt=attempt, tokens_held=held)
         ticket.session.put(decode_pb2.SessionResponse(reserved=reserved))
 
     def _on_ready(self, ticket: Ticket, attempt: int, kv_bytes: int) -> None:
         ticket.ready_ns, ticket.kv_bytes = time.time_ns(), kv_bytes
+        spans.ready(ticket)
         ready = decode_pb2.Ready(ticket=ticket.id, attempt=attempt, kv_bytes=kv_bytes)
         ticket.session.put(decode_pb2.SessionResponse(ready=ready))
 
@@ -292,20 +299,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         """The books after a ticket has left `_tickets`."""
         if not self._tickets:
             self._idle.set()
-        if ticket.ready_ns:
-            attributes = {names.TOKENS: ticket.tokens, names.END_REASON: str(reason), names.KV_BYTES: ticket.kv_bytes}
-            self._trace(names.SPAN_DECODE, ticket, ticket.ready_ns, time.time_ns(), attributes)
+        spans.ended(ticket, reason, time.time_ns())
         # What came from a prefill worker is that one's to store.
         if ticket.peer is None and ticket.ready_ns and self._front.prefix is not None:
             self._front.prefix.store_later(ticket.spec)
 
     def _log(self, event: str, ticket: Ticket, **details: Any) -> None:
         log.info(event, ticket=ticket.id, request_id=ticket.spec.request_id, **details)
-
-    def _trace(self, name: str, ticket: Ticket, start: int, end: int, attributes: dict[str, Any]) -> None:
-        if ticket.spec.traceparent:
-            more = {names.TICKET: ticket.id, names.DECODE_WORKER: self._front.worker_id, **attributes}
-            record_span(name, start, end, ticket.spec.traceparent, more)
 
 
 def make_service(front: WorkerFront) -> tuple[DecodeServicer, Service]:

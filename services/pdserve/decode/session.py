@@ -13,6 +13,7 @@ import grpc.aio
 from pdserve.core.errors import PdserveError
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.rpc.errors import RpcError
+from pdserve.telemetry.tracing import Span
 from pdserve.v1 import decode_pb2
 
 # A step of 256 sequences is about 15 KB: a router may lag a thousand of them behind.
@@ -34,8 +35,11 @@ class Ticket:
     submitted_ns: int
     reserved_ns: int = 0
     ready_ns: int = 0
+    stepping_ns: int = 0  # the beginning of the step that made the first token here
     kv_bytes: int = 0
     tokens: int = 0
+    # Open while the prompt is computed here.
+    prefill: Span | None = None
     # Why the ticket ends, where this front knows better than the engine that is told to end it.
     verdict: tuple[EndReason, str] | None = None
     # What runs before the engine hears of the ticket: the fetch of a prompt that is computed here.

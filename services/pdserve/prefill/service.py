@@ -21,7 +21,7 @@ from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort
 from pdserve.rpc.server import Service
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
-from pdserve.telemetry.tracing import Attributes, record_span, start_span, traceparent_of
+from pdserve.telemetry.tracing import Attributes, fail_span, record_span, start_span, traceparent_of
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, sequence_pb2
 from pdserve.worker.front import WorkerFront
 from pdserve.worker.messages import CancelTicket, KvCommitted, StartPrefill, StepDone, TicketMessage
@@ -47,8 +47,10 @@ class _Call:
     spec: SequenceSpec
     peer: str | None
     span: Span
+    traceparent: str  # of `span`
     events: asyncio.Queue[_First | KvCommitted | Ended | PdserveError] = field(default_factory=asyncio.Queue)
     started: bool = False
+    sent_ns: int = 0  # to the engine; wall clock
     first_chunk_ns: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -91,8 +93,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                         )
                     )
         except PdserveError as error:
+            self._trace_failure(call, error)
             log.info("prefill_failed", ticket=call.ticket, request_id=call.spec.request_id, reason=str(error))
             await abort(context, error)
+        except asyncio.CancelledError:
+            fail_span(call.span, "cancelled")
+            raise
         finally:
             if link is not None:
                 link.cancel()
@@ -153,7 +159,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise RpcError(grpc.StatusCode.ABORTED, "this ticket is here already, or has not ended yet")
         span = start_span(names.SPAN_PREFILL, spec.traceparent, {names.TICKET: request.ticket})
         span.set_attributes({names.ATTEMPT: request.attempt, names.PREFILL_WORKER: front.worker_id})
-        call = self._calls[request.ticket] = _Call(request.ticket, request.attempt, spec, peer, span)
+        call = _Call(request.ticket, request.attempt, spec, peer, span, traceparent_of(span))
+        self._calls[request.ticket] = call
         self._idle.clear()
         return call
 
@@ -172,10 +179,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         spec = call.spec
         if self._front.prefix is not None:
             began = time.monotonic()
-            await self._front.prefix.prefetch(spec)
+            await self._front.prefix.prefetch(spec, call.traceparent)
             if spec.time_remaining is not None:
                 spec = replace(spec, time_remaining=max(0.001, spec.time_remaining - (time.monotonic() - began)))
-        call.started = True
+        call.started, call.sent_ns = True, time.time_ns()
         self._front.engine.send(StartPrefill(call.ticket, attempt, spec, call.peer, peer_holds))
 
     async def _first(self, call: _Call) -> _First:
@@ -267,15 +274,20 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         call = self._calls.get(chunk.ticket)
         if call is None:
             return
-        call.first_chunk_ns = call.first_chunk_ns or chunk.end
         if call.span.is_recording():
-            record_span(
-                names.SPAN_PREFILL_CHUNK,
-                chunk.start,
-                chunk.end,
-                traceparent_of(call.span),
-                {names.TOKENS: chunk.tokens},
-            )
+            if not call.first_chunk_ns:
+                record_span(names.SPAN_PREFILL_QUEUE, call.sent_ns, chunk.start, call.traceparent)
+            tokens = {names.TOKENS: chunk.tokens}
+            record_span(names.SPAN_PREFILL_CHUNK, chunk.start, chunk.end, call.traceparent, tokens)
+        call.first_chunk_ns = call.first_chunk_ns or chunk.end
+
+    def _trace_failure(self, call: _Call, error: PdserveError) -> None:
+        if call.span.is_recording():
+            fail_span(call.span, type(error).__name__, str(error))
+        else:  # the prompt was computed, so what failed is the hand-off
+            attributes: Attributes = {names.TICKET: call.ticket, names.DECODE_WORKER: call.peer or ""}
+            began, now = call.first_chunk_ns, time.time_ns()
+            record_span(names.SPAN_TRANSFER, began or now, now, call.spec.traceparent, attributes, str(error))
 
     def _trace_transfer(self, call: _Call, done: KvCommitted) -> None:
         peer = call.peer or ""
@@ -288,7 +300,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             names.KV_LINK_PATH: self._front.links.path_of(peer),
         }
         now = time.time_ns()
-        record_span(names.SPAN_TRANSFER, call.first_chunk_ns or now, now, call.spec.traceparent, attributes)
+        record_span(names.SPAN_TRANSFER, now - round(1e9 * done.seconds), now, call.spec.traceparent, attributes)
 
 
 def make_service(front: WorkerFront) -> tuple[PrefillServicer, Service]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -14,10 +15,14 @@ import structlog
 
 from pdserve.core.errors import PdserveError
 from pdserve.prefix_cache.config import PrefixCacheSettings
+from pdserve.prefix_cache.metrics import CacheMetrics
 from pdserve.prefix_cache.store import BlockStore, Stored
 from pdserve.rpc.server import GrpcServer, Service
 from pdserve.rpc.versions import our_versions, software_version
+from pdserve.telemetry import names
+from pdserve.telemetry.export import Metrics
 from pdserve.telemetry.logs import setup_logs
+from pdserve.telemetry.tracing import TRACEPARENT, record_span, setup_tracing
 from pdserve.v1 import prefix_cache_pb2, prefix_cache_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pdserve.worker.watch import WatchBoard, WorkerServicer
 
@@ -37,11 +42,15 @@ class PrefixCacheServicer(prefix_cache_pb2_grpc.PrefixCacheServiceServicer):
     async def Lookup(
         self, request: prefix_cache_pb2.LookupRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> prefix_cache_pb2.LookupResponse:
-        return prefix_cache_pb2.LookupResponse(leading_blocks=self._store.leading(request.hashes))
+        began = time.time_ns()
+        found = self._store.leading(request.hashes)
+        self._trace(names.SPAN_PREFIX_LOOKUP, began, context, {names.BLOCKS: found})
+        return prefix_cache_pb2.LookupResponse(leading_blocks=found)
 
     async def Fetch(
         self, request: prefix_cache_pb2.FetchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefix_cache_pb2.FetchResponse]:
+        began, blocks, total = time.time_ns(), 0, 0
         self._store.touch(request.hashes)
         response, size = prefix_cache_pb2.FetchResponse(), 0
         for digest in request.hashes:
@@ -51,6 +60,7 @@ class PrefixCacheServicer(prefix_cache_pb2_grpc.PrefixCacheServiceServicer):
             payload, crc32 = found
             response.blocks.add(hash=digest, payload=payload, crc32=crc32)
             size += len(payload)
+            blocks, total = blocks + 1, total + len(payload)
             if size >= RESPONSE_BYTES:
                 self._tell(sent=size)
                 yield response
@@ -58,6 +68,7 @@ class PrefixCacheServicer(prefix_cache_pb2_grpc.PrefixCacheServiceServicer):
         if size:
             self._tell(sent=size)
             yield response
+        self._trace(names.SPAN_PREFIX_READ, began, context, {names.BLOCKS: blocks, names.KV_BYTES: total})
 
     async def Store(
         self,
@@ -78,6 +89,14 @@ class PrefixCacheServicer(prefix_cache_pb2_grpc.PrefixCacheServiceServicer):
             stored=counts[Stored.STORED], present=counts[Stored.PRESENT], refused=counts[Stored.REFUSED]
         )
 
+    def _trace(
+        self, name: str, began: int, context: grpc.aio.ServicerContext[Any, Any], attributes: dict[str, int]
+    ) -> None:
+        """Part of somebody's trace, or none: a cache begins none of its own."""
+        traceparent = next((value for key, value in context.invocation_metadata() or () if key == TRACEPARENT), "")
+        if isinstance(traceparent, str) and traceparent:
+            record_span(name, began, time.time_ns(), traceparent, attributes)
+
     def _tell(self, sent: int = 0, received: int = 0) -> None:
         load = self._load
         load = worker_pb2.WorkerLoad(
@@ -87,6 +106,11 @@ class PrefixCacheServicer(prefix_cache_pb2_grpc.PrefixCacheServiceServicer):
         )
         self._load = load
         self._board.publish(load)
+
+    def moved(self) -> tuple[int, int]:
+        """KV bytes sent and received so far."""
+        load = self._load
+        return load.kv_bytes_sent, load.kv_bytes_received
 
 
 async def serve(settings: PrefixCacheSettings) -> None:
@@ -111,9 +135,10 @@ async def serve(settings: PrefixCacheSettings) -> None:
             "pdserve.v1.WorkerService",
         ),
     ]
-    server = GrpcServer(settings, services)
+    worker_id = settings.worker_id or f"prefix-cache-{secrets.token_hex(4)}"
+    metrics = CacheMetrics(worker_id, store, cache.moved)
+    server = GrpcServer(settings, services, Metrics(metrics.registry, "prefix_cache", worker_id))
     async with server:
-        worker_id = settings.worker_id or f"prefix-cache-{secrets.token_hex(4)}"
         board.start(
             worker_pb2.WorkerSnapshot(
                 worker_id=worker_id,
@@ -143,9 +168,14 @@ async def serve(settings: PrefixCacheSettings) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     settings = PrefixCacheSettings.load(argv)
     setup_logs("prefix_cache", settings.log_level)
+    stop_tracing = setup_tracing(
+        "prefix_cache", settings.otlp_endpoint, ring=settings.trace_ring, instance=settings.worker_id or ""
+    )
     try:
         asyncio.run(serve(settings))
     except PdserveError as error:
         log.error("failed", error=str(error))
         return 1
+    finally:
+        stop_tracing()
     return 0

@@ -10,11 +10,13 @@ import structlog
 from pdserve.core.errors import PdserveError
 from pdserve.launch.models import resolve_model
 from pdserve.router.config import RouterSettings
-from pdserve.router.fleet import Fleet, parse_target
+from pdserve.router.fleet import Fleet
 from pdserve.router.links import Links
+from pdserve.router.metrics import RouterMetrics
 from pdserve.router.models import Models, load_models, model_sources
 from pdserve.router.service import SERVICE, InferenceService
 from pdserve.rpc.server import GrpcServer
+from pdserve.telemetry.export import Metrics
 from pdserve.telemetry.logs import setup_logs
 from pdserve.telemetry.tracing import setup_tracing
 from pdserve.v1 import inference_pb2_grpc
@@ -24,19 +26,22 @@ log = structlog.get_logger(__name__)
 
 async def serve(settings: RouterSettings) -> None:
     """Run a router until it is told to stop. Raises PdserveError when it cannot."""
-    for target in settings.worker:
-        parse_target(target)
-    service = InferenceService(settings)
+    metrics = RouterMetrics(settings.slo)
+    service = InferenceService(settings, [metrics])
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
-    async with GrpcServer(settings, [(add, service, SERVICE)]) as server:
+    export = Metrics(metrics.registry, "router")
+    async with GrpcServer(settings, [(add, service, SERVICE)], export) as server:
         folders = {}
         for source in model_sources(settings.model):
             folders[source] = await resolve_model(
-                source, progress=lambda line: server.launcher.report("progress", stage=line)
+                source,
+                revision=settings.revision,
+                progress=lambda line: server.launcher.report("progress", stage=line),
             )
         models = await asyncio.to_thread(load_models, settings.model, folders.__getitem__)
         fleet = Fleet(settings, models)
         service.start(models, fleet)
+        metrics.start(models, fleet, service.waiting)
         server.on_drain.append(service.drain)
         readiness = Readiness(server, fleet, models)
         async with fleet, Links(fleet):
@@ -78,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the service; returns the exit status."""
     settings = RouterSettings.load(argv)
     setup_logs("router", settings.log_level)
-    stop_tracing = setup_tracing("pdserve-router", settings.otlp_endpoint)
+    stop_tracing = setup_tracing("router", settings.otlp_endpoint, ring=settings.trace_ring)
     try:
         asyncio.run(serve(settings))
     except PdserveError as error:

@@ -32,6 +32,7 @@ class Answer:
             resolved.model.codec.tokenizer, skip_special_tokens=resolved.skip_special_tokens
         )
         self._stops = StopMatcher(resolved.stops)
+        self._token_bytes = resolved.model.codec.token_bytes if resolved.token_bytes else None
         self._index = 0
         self._tokens: list[inference_pb2.Token] = []
         self._text: list[str] = []
@@ -48,6 +49,10 @@ class Answer:
     def add(self, token: inference_pb2.Token) -> None:
         """Take the next token."""
         self._sequence.tokens.append(token.id)
+        if self._token_bytes is not None:
+            token.token_bytes = self._token_bytes[token.id]
+            for other in token.top_logprobs:
+                other.token_bytes = self._token_bytes[other.token_id]
         self._tokens.append(token)
         reason = self._sequence.end_after(token.id, self._max_model_len)
         if reason is EndReason.STOP:

@@ -56,4 +56,5 @@ def _first_token(attempt: int, message: prefill_pb2.FirstToken) -> FirstToken:
         end=end_reason_from_proto(message.end),
         cached_tokens=message.cached_tokens,
         blocks_reused=message.blocks_reused,
+        took=message.compute_ms / 1e3,
     )

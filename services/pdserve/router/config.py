@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
 from pydantic import Field
 
-from pdserve.rpc.settings import ServiceSettings
+from pdserve.core.slo import SloTargets
+from pdserve.rpc.settings import Endpoint, ServiceSettings
 
 
 class RouterSettings(ServiceSettings):
     """What a router needs to know: which workers, which models, and its own limits."""
 
-    worker: list[str] = Field(
+    worker: list[Endpoint] = Field(
         default_factory=list, description="host:port of a worker; a name that stands for several is asked again"
     )
     model: list[str] = Field(default_factory=list, description="served model: a folder, a hub id, or NAME=folder-or-id")
+    revision: str | None = Field(None, description="branch, tag or commit of hub ids, for all models alike")
     max_queue: int = Field(1024, ge=1, description="requests that may wait for a worker, per model")
     max_request_seconds: float = Field(600.0, gt=0, description="limit for a request that comes without a deadline")
     max_replays: int = Field(5, ge=0, description="tries in a row that may fail without producing a token")
@@ -22,3 +28,23 @@ class RouterSettings(ServiceSettings):
     startup_seconds: float = Field(
         15.0, ge=0, description="how long an endpoint that never answered is taken for a worker that still starts"
     )
+
+    slo_ttft_ms: float = Field(500.0, gt=0, description="target for the time to first token, in milliseconds")
+    slo_itl_ms: float = Field(50.0, gt=0, description="target for the gaps between an answer's tokens, in milliseconds")
+    slo_itl_percentile: float = Field(
+        99.0, gt=0, le=100, description="percentile of an answer's own gaps that slo-itl-ms is for"
+    )
+
+    @property
+    def slo(self) -> SloTargets:
+        """What a request is promised that names no targets of its own."""
+        return SloTargets(self.slo_ttft_ms / 1e3, self.slo_itl_ms / 1e3, self.slo_itl_percentile)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        # A folder's name may have a "=" in it.
+        names = [text if Path(text).expanduser().is_dir() else text.partition("=")[0] for text in self.model]
+        if self.revision and self.model and all(Path(name).expanduser().is_dir() for name in self.model):
+            yield f"revision {self.revision} is for hub ids, and each model is a folder"
+        for option, said in (("worker", self.worker), ("model", names)):
+            yield from (f"{option} {text} is given {count} times" for text, count in Counter(said).items() if count > 1)

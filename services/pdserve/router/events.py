@@ -57,15 +57,16 @@ class PrefillPlaced:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """One token, by its position in the whole sequence."""
+    """One token, by its position in the whole sequence; `took` is how many seconds the step that made it computed."""
 
     position: int
     token: inference_pb2.Token
+    took: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The token that prefill made, and what that took."""
+    """The token that prefill made, and what that took: `took` seconds of computing."""
 
     attempt: int
     position: int
@@ -73,6 +74,7 @@ class FirstToken:
     end: EndReason | None
     cached_tokens: int
     blocks_reused: int
+    took: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from typing import Self
 
 import structlog
 
-from pdserve.core.errors import ConfigError
 from pdserve.core.hashing import block_hashes, root_hash
 from pdserve.core.layout import KVLayout
 from pdserve.policy.fleet import FleetView, Role
 from pdserve.router.config import RouterSettings
 from pdserve.router.models import ModelFacts, Models, ServedModel
 from pdserve.router.worker import Worker
+from pdserve.rpc.endpoint import parse_endpoint
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +40,7 @@ class Fleet:
         self.on_membership: list[Callable[[], None]] = []
         self._settings = settings
         self._models = models
-        self._targets = [parse_target(target) for target in settings.worker]
+        self._targets = [parse_endpoint(target) for target in settings.worker]
         self._workers: dict[str, Worker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._resolver: asyncio.Task[None] | None = None
@@ -179,15 +179,6 @@ class Fleet:
             # Who left the name while still connected is followed until it is gone, and looked at again then.
             before = (now | (before & self._workers.keys())) if complete else before | now
             await asyncio.sleep(self._settings.resolve_seconds)
-
-
-def parse_target(target: str) -> tuple[str, int]:
-    """``host:port``, IPv6 hosts in brackets. Raises ConfigError."""
-    host, _, port = target.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"worker {target!r} must be host:port")
-    return host, int(port)
 
 
 def _needs_resolving(host: str) -> bool:

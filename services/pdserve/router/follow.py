@@ -58,7 +58,7 @@ class Follower:
         self._run = run
         self._ticket = ticket
         self._next = ticket.given
-        self._early: dict[int, tuple[int, inference_pb2.Token]] = {}
+        self._early: dict[int, tuple[int, inference_pb2.Token, float]] = {}
         self._ended: EndReason | None = None
         self._ready = False
         self._down: Failure | None = None  # why there is no prefill worker, until another one took over
@@ -83,11 +83,11 @@ class Follower:
     def _take(self, stamp: int, event: Event) -> Failure | None:
         ticket, failure = self._ticket, None
         match event:
-            case NewToken(position, token):
-                self._keep(position, stamp, token)
+            case NewToken(position, token, took):
+                self._keep(position, stamp, token, took)
             case FirstToken(attempt, position, token):
                 if attempt == ticket.attempt:  # an older one's would not be what the newer one was given
-                    self._keep(position, stamp, token)
+                    self._keep(position, stamp, token, event.took)
                     self._first_token(event)
             case Reserved(tokens_held):
                 self._reserved(stamp, tokens_held)
@@ -158,6 +158,7 @@ class Follower:
         assert self._down is not None
         self._asked = True
         ticket.rearm(run.spec())
+        run.measure.rearmed()
         log.info(
             "rearmed",
             ticket=ticket.id,
@@ -194,19 +195,19 @@ class Follower:
 
     # Tokens.
 
-    def _keep(self, position: int, stamp: int, token: inference_pb2.Token) -> None:
+    def _keep(self, position: int, stamp: int, token: inference_pb2.Token, took: float = 0.0) -> None:
         if position >= self._next:  # a token that was handed over already does not count twice
-            self._early[position] = stamp, token
+            self._early[position] = stamp, token, took
 
     def _in_order(self) -> None:
         """Hand over the tokens that follow on what is there: the second may overtake the first."""
         run = self._run
         while run.answer.ending is None and self._next in self._early:
-            stamp, token = self._early.pop(self._next)
+            stamp, token, took = self._early.pop(self._next)
             self._name_workers()
             self._next += 1
             run.answer.add(token)
-            run.timeline.token(stamp, run.answer.num_tokens)
+            run.timeline.token(stamp, run.answer.num_tokens, took)
         if run.answer.ending is None and self._ended is not None and not self._early and self._has_first:
             run.answer.ended_by_worker(self._ended)
 

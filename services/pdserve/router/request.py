@@ -8,6 +8,7 @@ is rearmed (see `follow`); else the next try has a new ticket.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -19,11 +20,13 @@ from pdserve.router.answer import Answer
 from pdserve.router.dispatch import Assignment, Dispatcher, Refusals, Waiting
 from pdserve.router.fleet import Fleet
 from pdserve.router.follow import Failure, Follower
-from pdserve.router.stages import Timeline
+from pdserve.router.measure import Measure
 from pdserve.router.ticket import Ticket
 from pdserve.router.validate import ResolvedRequest
 from pdserve.router.worker import Worker
 from pdserve.rpc.convert import sampling_to_proto
+from pdserve.telemetry import names
+from pdserve.telemetry.tracing import record_span
 from pdserve.v1 import inference_pb2
 
 log = structlog.get_logger(__name__)
@@ -49,12 +52,13 @@ class RequestRun:
         deadline: float,
         queue_deadline: float,
         max_replays: int,
-        timeline: Timeline,
+        measure: Measure,
         traceparent: str = "",
     ) -> None:
         self.answer = Answer(resolved)
-        self.timeline = timeline
-        self.usage = inference_pb2.Usage(prompt_tokens=resolved.spec.prompt_len)
+        self.measure = measure
+        self.timeline, self.usage = measure.timeline, measure.usage
+        self.usage.prompt_tokens = resolved.spec.prompt_len
         self._resolved = resolved
         self._fleet = fleet
         self._dispatcher = dispatcher
@@ -68,13 +72,14 @@ class RequestRun:
         self._tries = 0
         self._fruitless = 0  # failures in a row without a token in between
         self._shown = 0  # tokens at the latest failure
+        self._try_began = 0  # wall clock, nanoseconds; or when its latest failure was counted
 
     async def run(self) -> inference_pb2.Finish:
         """Send PromptInfo, the outputs and the finish, which is also returned. Raises PdserveError."""
         await self._send(inference_pb2.GenerateResponse(prompt=self._prompt_info()))
         while self.answer.ending is None:
             waiting = await self._waiting()
-            assignment = await self._dispatcher.place(waiting, self._queue_deadline - self._now())
+            assignment = await self._place(waiting, self._queue_deadline)
             failure = await self._try(assignment)
             self._dispatcher.wake()  # what it held is free
             if failure is None:
@@ -102,7 +107,7 @@ class RequestRun:
 
     async def _try(self, assignment: Assignment) -> Failure | None:
         """One try, to its end. None: the answer is complete."""
-        self._tries += 1
+        self._tries, self._try_began = self._tries + 1, time.time_ns()
         log.debug("dispatched", decision=assignment.decision.kind, reason=assignment.decision.reason)
         try:
             async with Ticket(assignment, self.spec()) as ticket:
@@ -124,16 +129,27 @@ class RequestRun:
         """Wait in the queue, up to `until`, for a prefill worker to go on where one has failed. Raises NoCapacity."""
         await self._back_off(failure)
         waiting = await self._waiting(decode.worker_id)
-        return await self._dispatcher.place(waiting, min(until, self._queue_deadline) - self._now())
+        return await self._place(waiting, min(until, self._queue_deadline))
+
+    async def _place(self, waiting: Waiting, until: float) -> Assignment:
+        began = self._now()
+        assignment = await self._dispatcher.place(waiting, until - began)
+        self.measure.queued(self._now() - began)
+        for worker in (assignment.prefill, assignment.decode):
+            if worker is not None:
+                self.measure.workers[worker.worker_id] = None
+        return assignment
 
     def count(self, failure: Failure) -> None:
         """Count a failure, and see to it that what follows is not the same again. Raises Unavailable after too many."""
         shown = self.answer.num_tokens
         if failure.refused and failure.worker is not None:
             self._dispatcher.refused(self._refusals, failure.worker)
+            self.measure.refused()
         if shown or not failure.refused:
             self.usage.replays += 1
         log.info("try_failed", reason=failure.reason, refused=failure.refused, shown_tokens=shown)
+        self._trace(failure)
         if failure.refused:
             return
         self._refusals.soft = {failure.worker.worker_id} if failure.worker is not None else set()
@@ -141,6 +157,15 @@ class RequestRun:
         self._shown = shown
         if self._fruitless > self._max_replays:
             raise Unavailable(f"{self._fruitless} tries in a row failed, the last one because {failure.reason}")
+
+    def _trace(self, failure: Failure) -> None:
+        """A span for what came to nothing: the workers' own may have gone with them."""
+        attributes: dict[str, str | int] = {names.ATTEMPT: self._tries, names.TOKENS: self.answer.num_tokens}
+        if failure.worker is not None:
+            attributes[names.WORKER] = failure.worker.worker_id
+        now = time.time_ns()
+        record_span(names.SPAN_TRY, self._try_began, now, self._traceparent, attributes, failure.reason)
+        self._try_began = now
 
     async def _back_off(self, failure: Failure) -> None:
         """Don't go on at once where going on failed again and again."""
@@ -171,7 +196,7 @@ class RequestRun:
         assert ending is not None
         self.usage.completion_tokens = self.answer.num_tokens
         self.usage.cached_tokens = min(self.usage.cached_tokens, self.usage.prompt_tokens)
-        self.usage.stages.CopyFrom(self.timeline.stages())
+        self.usage.stages.CopyFrom(self.timeline.told())
         finish = inference_pb2.Finish(reason=_FINISH[ending.reason], usage=self.usage)
         if ending.stop_string is not None:
             finish.stop_string = ending.stop_string

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import grpc
 import grpc.aio
 import structlog
 
 from pdserve.core.errors import PdserveError, Unavailable
+from pdserve.router.codec_service import detokenize, tokenize
 from pdserve.router.config import RouterSettings
 from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import Fleet
-from pdserve.router.models import Models
+from pdserve.router.measure import Measure, promised
+from pdserve.router.meter import Meter
+from pdserve.router.models import ModelFacts, Models, ServedModel
+from pdserve.router.multiplex import Multiplex
+from pdserve.router.recent import RecentRequests, Record
 from pdserve.router.request import RequestRun
-from pdserve.router.stages import Timeline
+from pdserve.router.stats import WINDOW, RecentStats
+from pdserve.router.traces import gather
 from pdserve.router.validate import MAX_MODEL_NAME, resolve, resolve_request_id
-from pdserve.rpc.errors import DeadlineExceeded, abort, status_code
+from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort, status_code
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
-from pdserve.telemetry.tracing import TRACEPARENT, Span, start_span, traceparent_of
-from pdserve.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.telemetry.tracing import TRACEPARENT, start_span, traceparent_of
+from pdserve.v1 import inference_pb2, inference_pb2_grpc, stats_pb2
 
 log = structlog.get_logger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = "pdserve.v1.InferenceService"
+DEFAULT_TRACES = 20
 # Kept of a deadline to say RESOURCE_EXHAUSTED in: after it the client would only see its own DEADLINE_EXCEEDED.
 _ANSWER_SHARE, _ANSWER_MAX = 0.1, 0.1
 
@@ -33,8 +42,12 @@ _ANSWER_SHARE, _ANSWER_MAX = 0.1, 0.1
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves once `start` was called; UNAVAILABLE before that and while draining."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, meters: Sequence[Meter] = ()) -> None:
+        """Each of `meters` hears of every request."""
         self._settings = settings
+        self._stats = RecentStats()
+        self._meters = (*meters, self._stats)
+        self._recent = RecentRequests(settings.trace_ring)
         self._models = Models(())
         self._fleet: Fleet | None = None
         self._dispatcher: Dispatcher | None = None
@@ -66,35 +79,55 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         chat = request.WhichOneof("prompt") == "chat"
         operation = names.OPERATION_CHAT if chat else names.OPERATION_TEXT_COMPLETION
-        span = start_span(
-            f"{operation} {request.model}".rstrip(),
-            metadata.get(TRACEPARENT, ""),
-            {names.OPERATION_NAME: operation, names.PROVIDER_NAME: names.PROVIDER},
-        )
+        parent, name = metadata.get(TRACEPARENT, ""), f"{operation} {request.model}".rstrip()
+        span = start_span(name, parent, {names.OPERATION_NAME: operation, names.PROVIDER_NAME: names.PROVIDER})
+        measure = Measure(self._meters, operation)
+        record = Record(span, name, parent, measure)
         try:
-            await self._generate(request, context, metadata, span)
+            await self._generate(request, context, metadata, traceparent_of(span) or parent, measure, record)
         except PdserveError as error:
-            span.set_attribute(names.ERROR_TYPE, type(error).__name__)
+            measure.failed(status_code(error))
+            record.failed(status_code(error).name, error)
             log.info("request_failed", code=status_code(error).name, error=str(error))
             await abort(context, error)
         except asyncio.CancelledError:
-            span.set_attribute(names.ERROR_TYPE, "cancelled")
+            measure.cancelled()
+            record.cancelled()
+            raise
+        except Exception as error:
+            measure.failed(grpc.StatusCode.INTERNAL)
+            record.failed(grpc.StatusCode.INTERNAL.name, error)
             raise
         finally:
-            span.end()
             self._running -= 1
             if not self._running:
                 self._idle.set()
 
-    async def _generate(
-        self, request: inference_pb2.GenerateRequest, context: Context, metadata: dict[str, str], span: Span
+    async def Multiplex(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[inference_pb2.MultiplexRequest], context: Context
     ) -> None:
-        timeline = Timeline()
+        try:
+            await Multiplex(self.Generate, context.write).run(request_iterator)
+        except PdserveError as error:
+            await abort(context, error)
+
+    async def _generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: Context,
+        metadata: dict[str, str],
+        traceparent: str,
+        measure: Measure,
+        record: Record,
+    ) -> None:
         fleet, dispatcher = self._fleet, self._dispatcher
         if fleet is None or dispatcher is None or self._draining:
             raise Unavailable("this router is draining" if self._draining else "this router is starting")
         model = self._models.get(request.model)
+        measure.started(model.name, promised(request.slo, self._settings.slo))
         request_id = resolve_request_id(request.request_id or metadata.get("x-request-id", ""))
+        record.named(request_id, model.name)
+        self._recent.add(record)
         loop = asyncio.get_running_loop()
         remaining = context.time_remaining()
         seconds = self._settings.max_request_seconds if remaining is None else remaining
@@ -102,8 +135,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         facts = fleet.facts(model)
         if facts is None:
             raise Unavailable(f"no worker of {model.name} has answered yet")
-        span.set_attribute(names.REQUEST_MODEL, model.name)
-        span.set_attribute(names.REQUEST_ID, request_id)
         with log_request(request_id):
             try:
                 async with asyncio.timeout_at(deadline):
@@ -116,14 +147,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         deadline=deadline,
                         queue_deadline=deadline - min(_ANSWER_MAX, _ANSWER_SHARE * seconds),
                         max_replays=self._settings.max_replays,
-                        timeline=timeline,
-                        traceparent=traceparent_of(span) or metadata.get(TRACEPARENT, ""),
+                        measure=measure,
+                        traceparent=traceparent,
                     )
                     finish = await run.run()
             except TimeoutError:
                 raise DeadlineExceeded(f"the request took longer than {seconds:.3g} s") from None
-            timeline.record(traceparent_of(span), timeline.now())
-            _describe(span, finish)
+            measure.answered(finish)
+            record.done(finish)
             log.info(
                 "request_done",
                 reason=inference_pb2.FinishReason.Name(finish.reason),
@@ -147,6 +178,63 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 )
         return inference_pb2.ListModelsResponse(models=models)
 
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        try:
+            return await tokenize(request, *self._known(request.model))
+        except PdserveError as error:
+            await abort(context, error)
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        try:
+            return await detokenize(request, *self._known(request.model))
+        except PdserveError as error:
+            await abort(context, error)
+
+    def _known(self, name: str) -> tuple[ServedModel, ModelFacts]:
+        """A model and its limits. Raises UnknownModel, and Unavailable before any of its workers has answered."""
+        model = self._models.get(name) if self._fleet else None
+        if model is None or self._fleet is None:
+            raise Unavailable("this router is starting")
+        facts = self._fleet.facts(model)
+        if facts is None:
+            raise Unavailable(f"no worker of {model.name} has answered yet")
+        return model, facts
+
+    async def GetStats(self, request: stats_pb2.GetStatsRequest, context: Context) -> stats_pb2.GetStatsResponse:
+        targets = self._settings.slo
+        response = stats_pb2.GetStatsResponse(
+            window_seconds=WINDOW,
+            ttft_target_ms=targets.ttft * 1e3,
+            itl_target_ms=targets.itl * 1e3,
+            itl_target_percentile=targets.itl_percentile,
+        )
+        if self._fleet is not None:
+            response.router_id = self._fleet.router_id
+            response.models.extend(self._stats.told(model.name, self.waiting(model.name)) for model in self._models)
+        return response
+
+    async def ListTraces(
+        self, request: inference_pb2.ListTracesRequest, context: Context
+    ) -> inference_pb2.ListTracesResponse:
+        records = self._recent.latest(request.limit or DEFAULT_TRACES)
+        return inference_pb2.ListTracesResponse(requests=[record.summary() for record in records])
+
+    async def GetTrace(
+        self, request: inference_pb2.GetTraceRequest, context: Context
+    ) -> inference_pb2.GetTraceResponse:
+        try:
+            if not self._recent.size:
+                raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "this router keeps no traces (--trace-ring 0)")
+            if self._fleet is None:
+                raise Unavailable("this router is starting")
+            return await gather(self._recent.get(request.request_id), self._fleet)
+        except PdserveError as error:
+            await abort(context, error)
+
     async def GetFleet(
         self, request: inference_pb2.GetFleetRequest, context: Context
     ) -> inference_pb2.GetFleetResponse:
@@ -164,16 +252,3 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 for worker in workers
             ]
         )
-
-
-def _describe(span: Span, finish: inference_pb2.Finish) -> None:
-    usage = finish.usage
-    span.set_attribute(names.USAGE_INPUT_TOKENS, usage.prompt_tokens)
-    span.set_attribute(names.USAGE_OUTPUT_TOKENS, usage.completion_tokens)
-    span.set_attribute(names.USAGE_CACHE_READ_TOKENS, usage.cached_tokens)
-    reason = "stop" if finish.reason == inference_pb2.FINISH_REASON_STOP else "length"
-    span.set_attribute(names.RESPONSE_FINISH_REASONS, [reason])
-    span.set_attribute(names.PREFILL_WORKER, usage.prefill_worker)
-    span.set_attribute(names.DECODE_WORKER, usage.decode_worker)
-    span.set_attribute(names.KV_BYTES, usage.kv_transfer_bytes)
-    span.set_attribute(names.REPLAYS, usage.replays)

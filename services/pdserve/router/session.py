@@ -118,7 +118,7 @@ class DecodeSession:
 
     def _step(self, step: decode_pb2.Step) -> None:
         for item in step.tokens:
-            self._tell(item.ticket, NewToken(item.position, item.token))
+            self._tell(item.ticket, NewToken(item.position, item.token, step.seconds))
         for end in step.ends:
             sink = self._sinks.pop(end.ticket, None)
             reason = end_reason_from_proto(end.reason)

@@ -1,69 +1,111 @@
-"""Where the time of a request went: stamps as they come, sums and spans at the end."""
+"""When a request's tokens came: stamps as they come, stages and spans at the end."""
 
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from pdserve.core.timeline import Stamps
 from pdserve.telemetry import names
 from pdserve.telemetry.tracing import record_span
 from pdserve.v1 import inference_pb2
 
 
+class TokenListener(Protocol):
+    """Hears of each token as it is timed. Times are seconds."""
+
+    def first_token(self, seconds: float) -> None: ...
+    def gap(self, seconds: float) -> None: ...
+
+
 @dataclass(slots=True)
-class Timeline:
-    """Stamps in monotonic nanoseconds; 0: not reached. A try that produced no token is overwritten by the next."""
+class Timeline(Stamps):
+    """A request's stamps, and the gap before each token but the first. Tokens are timed here and nowhere else.
+
+    Stamps are monotonic nanoseconds; `gaps` are seconds. A try that produced no token is overwritten by the next.
+    """
 
     arrived: int = field(default_factory=time.monotonic_ns)
     # Monotonic to wall clock, for spans.
     offset: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
-    dispatched: int = 0
-    reserved: int = 0
-    first: int = 0
-    ready: int = 0
-    second: int = 0
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    listener: TokenListener | None = None
+    _latest: int = 0
 
     def dispatch(self, now: int) -> None:
         """A try starts. Once a token was shown, later tries are gaps between tokens and no stage of their own."""
         if not self.first:
             self.dispatched, self.reserved, self.ready = now, 0, 0
 
-    def token(self, now: int, count: int) -> None:
-        """Token number `count` (from 1) became known."""
+    def token(self, now: int, count: int, took: float = 0.0) -> None:
+        """Token number `count` (from 1) became known. `took`: seconds that computing it took, as far as was told."""
+        # The second may be heard of before the first: no client can see it before.
+        now = max(now, self._latest)
         if count == 1:
-            self.first = now
-        elif count == 2:
-            self.second = now
+            self.first, self.computing = now, round(took * 1e9)
+            if self.listener is not None:
+                self.listener.first_token((now - self.arrived) / 1e9)
+        else:
+            if count == 2:
+                self.second, self.stepping = now, round(took * 1e9)
+            gap = (now - self._latest) / 1e9
+            self.gaps.append(gap)
+            if self.listener is not None:
+                self.listener.gap(gap)
+        self._latest = now
 
     @staticmethod
     def now() -> int:
         return time.monotonic_ns()
 
-    def stages(self) -> inference_pb2.Stages:
-        """As inference.proto defines them; what was not reached is 0."""
-        complete = max(self.first, self.ready) if self.ready else self.first
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token; None while there is none."""
+        return (self.first - self.arrived) / 1e9 if self.first else None
+
+    @property
+    def tokens(self) -> int:
+        """How many there were so far."""
+        return len(self.gaps) + bool(self.first)
+
+    @property
+    def waited(self) -> float:
+        """Seconds since arrival."""
+        return (time.monotonic_ns() - self.arrived) / 1e9
+
+    def told(self) -> inference_pb2.Stages:
+        """The stages as inference.proto defines them."""
+        stages = self.stages()
         return inference_pb2.Stages(
-            queue_ms=_ms(self.arrived, self.dispatched),
-            reserve_ms=_ms(self.dispatched, self.reserved),
-            prefill_ms=_ms(self.dispatched, self.first),
-            transfer_exposed_ms=_ms(self.first, min(complete, self.second or complete)),
-            decode_wait_ms=_ms(min(complete, self.second), self.second),
+            queue_ms=stages.queue / 1e6,
+            reserve_ms=stages.reserve / 1e6,
+            prefill_ms=stages.prefill / 1e6,
+            transfer_exposed_ms=stages.transfer_exposed / 1e6,
+            decode_wait_ms=stages.decode_wait / 1e6,
+            first_step_ms=stages.first_step / 1e6,
         )
 
     def record(self, traceparent: str, end: int) -> None:
-        """Spans for the stages, below `traceparent`; `end` is when the answer was complete."""
-        complete = max(self.first, self.ready) if self.ready else self.first
-        for name, start, stop in (
-            (names.SPAN_QUEUE, self.arrived, self.dispatched),
-            (names.SPAN_RESERVE, self.dispatched, self.reserved),
-            (names.SPAN_PREFILL, self.dispatched, self.first),
-            (names.SPAN_TRANSFER, self.first, complete if self.ready else 0),
-            (names.SPAN_DECODE_WAIT, complete, self.second),
-            (names.SPAN_DECODE, self.second, end if self.second else 0),
+        """Spans below `traceparent` for the stages, one after the other, and for the rest; `end` is when all was over.
+
+        A stage that the request did not get to the end of lasts until then.
+        """
+        stages, at = self.stages(), self.arrived
+        for name, length in (
+            (names.SPAN_QUEUE, stages.queue),
+            (names.SPAN_RESERVE, stages.reserve),
+            (names.SPAN_PREFILL, stages.prefill),
+            (names.SPAN_TRANSFER, stages.transfer_exposed),
+            (names.SPAN_DECODE_WAIT, stages.decode_wait),
+            (names.SPAN_FIRST_STEP, stages.first_step),
         ):
-            if start and stop >= start:
-                record_span(name, start + self.offset, stop + self.offset, traceparent)
-
-
-def _ms(start: int, end: int) -> float:
-    return max(0, end - start) / 1e6 if start and end else 0.0
+            if length:
+                record_span(name, at + self.offset, at + length + self.offset, traceparent)
+                at += length
+        if self.second:
+            record_span(names.SPAN_DECODE, at + self.offset, end + self.offset, traceparent)
+        elif not self.first:
+            name = names.SPAN_PREFILL if self.dispatched else names.SPAN_QUEUE
+            record_span(name, at + self.offset, end + self.offset, traceparent)

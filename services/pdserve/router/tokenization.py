@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from pdserve.core.errors import InvalidRequest, ModelError
+from pdserve.router.token_bytes import TokenBytes
 
 # About a millisecond of tokenizing; above it a thread does it (tokenizers lets go of the GIL).
 LONG_TEXT = 4096
@@ -56,6 +58,11 @@ class TextCodec:
         special = {name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None}
         return cls(tokenizer, template, special)
 
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of single tokens, for who asks for them."""
+        return TokenBytes(self.tokenizer)
+
     def require_plausible(self, characters: int, max_tokens: int, field: str) -> None:
         """Raise InvalidRequest for so much text that it cannot be `max_tokens` tokens, before work is spent on it."""
         least = characters // self._longest
@@ -69,6 +76,14 @@ class TextCodec:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
         return encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
+
+    async def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of `tokens`; what is no UTF-8 becomes U+FFFD."""
+
+        def decode() -> str:
+            return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+        return decode() if len(tokens) < LONG_TEXT else await asyncio.to_thread(decode)
 
     async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The conversation as the model's prompt text. Raises InvalidRequest for what its template cannot take."""

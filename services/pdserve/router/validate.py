@@ -32,6 +32,7 @@ class ResolvedRequest:
     stops: tuple[str, ...]
     skip_special_tokens: bool
     operation: str
+    token_bytes: bool = False
 
 
 async def resolve(
@@ -78,7 +79,8 @@ async def resolve(
     )
     response = request.response
     skip = response.skip_special_tokens if response.HasField("skip_special_tokens") else True
-    return ResolvedRequest(model, facts, spec, stops, skip, "chat" if field.startswith("chat") else "text_completion")
+    operation = "chat" if field.startswith("chat") else "text_completion"
+    return ResolvedRequest(model, facts, spec, stops, skip, operation, response.token_bytes)
 
 
 def resolve_request_id(request_id: str) -> str:
@@ -150,7 +152,7 @@ async def _prompt(
         tokens = await model.codec.encode(request.text)
     elif kind == "chat":
         field = "chat.messages"
-        tokens = await _chat(request.chat, model, facts)
+        tokens = await encode_chat(request.chat, model, facts)
     else:
         raise InvalidRequest("prompt", "one of text, token_ids and chat must be set")
     if not tokens:
@@ -160,7 +162,10 @@ async def _prompt(
     return tokens, field
 
 
-async def _chat(chat: inference_pb2.Chat, model: ServedModel, facts: ModelFacts) -> list[int]:
+async def encode_chat(
+    chat: inference_pb2.Chat, model: ServedModel, facts: ModelFacts, *, add_special_tokens: bool = False
+) -> list[int]:
+    """Token ids of a conversation under the model's template. Raises InvalidRequest, naming the field."""
     if not chat.messages:
         raise InvalidRequest("chat.messages", "must not be empty")
     if len(chat.messages) >= facts.max_model_len:  # each takes a token at least
@@ -175,4 +180,4 @@ async def _chat(chat: inference_pb2.Chat, model: ServedModel, facts: ModelFacts)
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
     text = await model.codec.render(messages)
     model.codec.require_plausible(len(text), facts.max_model_len, "chat.messages")
-    return await model.codec.encode(text, add_special_tokens=False)
+    return await model.codec.encode(text, add_special_tokens=add_special_tokens)

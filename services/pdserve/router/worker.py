@@ -156,7 +156,9 @@ class Worker:
             if isinstance(error, grpc.aio.AioRpcError) and from_server(error):
                 self.alive_at = time.monotonic()
         if reached:
-            log.warning("worker_lost", endpoint=self.endpoint, worker_id=self.worker_id, reason=reason)
+            # Who said before that it would go has not been lost.
+            tell, event = (log.info, "worker_left") if self.draining else (log.warning, "worker_lost")
+            tell(event, endpoint=self.endpoint, worker_id=self.worker_id, reason=reason)
             self._on_change(True)
         else:
             log.debug("worker_unreachable", endpoint=self.endpoint, reason=reason)
@@ -211,6 +213,8 @@ class Worker:
             raise Unavailable(f"Watch went from delta {self._sequence} to {delta.sequence}")
         self._sequence = delta.sequence
         self.load, self.draining = delta.load, delta.draining
+        if self.snapshot is not None:
+            self.snapshot.draining = delta.draining
         if delta.HasField("links"):
             self._take_links(delta.links)
         self.reports += 1

@@ -3,6 +3,7 @@
 PdserveError
 ├── InvalidRequest      bad input; names the field
 ├── UnknownModel        no such model here
+├── UnknownRequest      no such request here, or not any more
 ├── NoCapacity          refused before anything was spent; may carry when to retry
 ├── Unavailable         a part of the fleet is missing or leaving
 ├── ModelError          a model folder that cannot be served
@@ -29,6 +30,10 @@ class InvalidRequest(PdserveError):
 
 class UnknownModel(PdserveError):
     """A model name that nobody here serves."""
+
+
+class UnknownRequest(PdserveError):
+    """A request id that this router never had, or has forgotten."""
 
 
 class NoCapacity(PdserveError):

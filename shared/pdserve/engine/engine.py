@@ -22,12 +22,13 @@ LayerListener = Callable[[Sequence[tuple[str, int]], int], None]
 
 @dataclass(slots=True)
 class Outputs:
-    """What happened since the last `take_outputs`, each list in order of time."""
+    """What happened since the last `take_outputs`, each list in order of time; `seconds` of it went into steps."""
 
     tokens: list[TokenOut] = field(default_factory=list)
     ends: list[Ended] = field(default_factory=list)
     prompts: list[PromptDone] = field(default_factory=list)
     chunks: list[ChunkDone] = field(default_factory=list)
+    seconds: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.tokens or self.ends or self.prompts or self.chunks)
@@ -52,6 +53,8 @@ class Engine:
     ) -> None:
         self.scheduler = Scheduler(layout, runner.kv.num_blocks, config, runner.copy_block)
         self.steps = 0
+        self.busy_seconds = 0.0
+        self.computed_tokens = self.sampled_tokens = 0
         self.on_forward: Callable[[], None] | None = None  # called after the last layer of each step
         self.prefill_rate = 0.0  # prompt tokens a second in steps that compute prompts, smoothed; 0: none yet
         self._prefill_samples = 0
@@ -126,8 +129,9 @@ class Engine:
             return
         began = time.time_ns()
         self._start_clocks(batch)
+        started = time.monotonic()
         sampled = self._runner.run(batch, self._layer_hook(batch), self.on_forward)
-        self.steps += 1
+        self._count(batch, sampled, time.monotonic() - started)
         self._postprocess(batch, sampled, began)
 
     def take_outputs(self) -> Outputs:
@@ -152,6 +156,11 @@ class Engine:
             kv_bytes_sent=kv_bytes_sent,
             kv_bytes_received=kv_bytes_received,
             prefill_rate=round(self.prefill_rate, 1),
+            busy_seconds=self.busy_seconds,
+            computed_tokens=self.computed_tokens,
+            sampled_tokens=self.sampled_tokens,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
         )
 
     def _admit(self, ticket: str, spec: SequenceSpec, *, awaits_kv: bool, grows: bool) -> EngineSequence:
@@ -191,6 +200,13 @@ class Engine:
         if not progress or listener is None:
             return None
         return lambda layer: listener(progress, layer)
+
+    def _count(self, batch: Sequence[Scheduled], sampled: Sequence[SampledToken], seconds: float) -> None:
+        self.steps += 1
+        self.busy_seconds += seconds
+        self._outputs.seconds += seconds
+        self.computed_tokens += sum(scheduled.count for scheduled in batch)
+        self.sampled_tokens += len(sampled)
 
     def _postprocess(self, batch: Sequence[Scheduled], sampled: Sequence[SampledToken], began: int) -> None:
         now, tokens = time.time_ns(), iter(sampled)

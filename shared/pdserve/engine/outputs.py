@@ -48,7 +48,8 @@ class PromptDone(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """The engine's state; fields as in worker.proto's WorkerLoad."""
+    """The engine's state; fields as in worker.proto's WorkerLoad. The last five count since the engine started:
+    `prefix_queries` and `prefix_hits` are prompt tokens that were looked up in its own cache, and those found there."""
 
     free_blocks: int
     cached_blocks: int
@@ -62,3 +63,8 @@ class Load(msgspec.Struct, frozen=True):
     kv_bytes_sent: int
     kv_bytes_received: int
     prefill_rate: float = 0.0
+    busy_seconds: float = 0.0
+    computed_tokens: int = 0
+    sampled_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0

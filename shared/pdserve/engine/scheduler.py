@@ -68,6 +68,7 @@ class Scheduler:
         self.layout, self.config = layout, config
         self.pool = BlockPool(num_blocks)
         self.preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0  # input tokens of admitted sequences, and those found in the cache
         self._copy_block = copy_block
         self._sequences: dict[str, Sequence] = {}
         self._phase: dict[str, Phase] = {}
@@ -129,6 +130,9 @@ class Scheduler:
             self._copy_block(copied, sequence.block_table[len(hits)])
             self.pool.release([copied])
             sequence.num_cached = sequence.num_computed = given - 1
+        if self.config.prefix_caching:
+            self.prefix_queries += given
+            self.prefix_hits += sequence.num_cached
         self._sequences[sequence.id] = sequence
         self.set_phase(sequence, Phase.AWAITING_KV if awaits_kv else Phase.RUNNING)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import grpc
 import grpc.aio
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -47,5 +48,13 @@ def connect(target: str) -> grpc.aio.Channel:
 
     Connects with its first call. Use it with `async with`, or close it.
     """
-    own = [("grpc.use_local_subchannel_pool", 1), ("pdserve.channel_number", next(_numbers))]
-    return grpc.aio.insecure_channel(target, options=[*CLIENT_OPTIONS, *own])
+    return grpc.aio.insecure_channel(target, options=_own_options())
+
+
+def connect_blocking(target: str) -> grpc.Channel:
+    """As `connect`, for threads instead of an event loop."""
+    return grpc.insecure_channel(target, options=_own_options())
+
+
+def _own_options() -> list[tuple[str, int]]:
+    return [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("pdserve.channel_number", next(_numbers))]

@@ -7,6 +7,7 @@ rebuilds the same type from it, so that callers on both ends handle one set of e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -27,10 +28,11 @@ from pdserve.core.errors import (
     PdserveError,
     Unavailable,
     UnknownModel,
+    UnknownRequest,
 )
 
 DOMAIN = "pdserve"
-_DETAILS_KEY = "grpc-status-details-bin"
+DETAILS_KEY = "grpc-status-details-bin"
 # Trailers are limited to 8 KiB by default and hold the message up to three times, percent-encoded once.
 _MAX_MESSAGE = 600
 
@@ -53,6 +55,7 @@ class DeadlineExceeded(RpcError):
 _KINDS: dict[type[PdserveError], tuple[grpc.StatusCode, str]] = {
     InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
     UnknownModel: (grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
+    UnknownRequest: (grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST"),
     NoCapacity: (grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_CAPACITY"),
     Unavailable: (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
     ModelError: (grpc.StatusCode.FAILED_PRECONDITION, "MODEL_ERROR"),
@@ -60,6 +63,7 @@ _KINDS: dict[type[PdserveError], tuple[grpc.StatusCode, str]] = {
     LayoutMismatch: (grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH"),
     IntegrityError: (grpc.StatusCode.INTERNAL, "INTEGRITY_ERROR"),
 }
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _BY_REASON: dict[str, type[PdserveError]] = {reason: kind for kind, (_, reason) in _KINDS.items()}
 _BY_CODE: dict[grpc.StatusCode, type[PdserveError]] = {
     grpc.StatusCode.NOT_FOUND: UnknownModel,
@@ -94,13 +98,23 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError
     raise AssertionError("abort_with_status returned")
 
 
-def error_from_call(error: grpc.aio.AioRpcError) -> PdserveError:
-    """What the server meant by a failed call. Without our details (a proxy, a dead peer) the code decides."""
-    message = error.details() or error.code().name
-    details = _details(error)
+def error_from_call(error: grpc.RpcError) -> PdserveError:
+    """What the server meant by a failed call, as either of grpc's APIs raises it. Without our details (a proxy, a dead
+    peer) the code decides."""
+    return _rebuilt(error.code(), error.details() or error.code().name, _details(error))
+
+
+def error_from_status(data: bytes) -> PdserveError:
+    """`error_from_call` for a serialized google.rpc.Status that came in a message. Raises DecodeError."""
+    status = Status.FromString(data)
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _rebuilt(code, status.message or code.name, _unpacked(status))
+
+
+def _rebuilt(code: grpc.StatusCode, message: str, details: dict[str, Any]) -> PdserveError:
     info = details.get("ErrorInfo")
     reason = info.reason if isinstance(info, error_details_pb2.ErrorInfo) and info.domain == DOMAIN else ""
-    kind = _BY_REASON.get(reason) or _BY_CODE.get(error.code())
+    kind = _BY_REASON.get(reason) or _BY_CODE.get(code)
     if kind is InvalidRequest:
         bad = details.get("BadRequest")
         if isinstance(bad, error_details_pb2.BadRequest) and bad.field_violations:
@@ -113,12 +127,12 @@ def error_from_call(error: grpc.aio.AioRpcError) -> PdserveError:
         return NoCapacity(message)
     if kind is not None:
         return kind(message)
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(message)
-    return RpcError(error.code(), message)
+    return RpcError(code, message)
 
 
-def from_server(error: grpc.aio.AioRpcError) -> bool:
+def from_server(error: grpc.RpcError) -> bool:
     """Whether a pdserve server refused the call, and not the connection to it failed."""
     return "ErrorInfo" in _details(error)
 
@@ -138,26 +152,27 @@ def _pack(status: Status, detail: Message) -> None:
     status.details.append(packed)
 
 
-def _details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
+def _details(error: grpc.RpcError) -> dict[str, Any]:
     """The details that came in the trailers, by message name; empty where there are none or they are garbled."""
     found: dict[str, Any] = {}
-    for key, value in error.trailing_metadata() or ():
-        if key != _DETAILS_KEY:
+    for key, value in cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()):
+        if key != DETAILS_KEY:
             continue
-        status = Status()
         try:
-            status.ParseFromString(cast("bytes", value))
-            for packed in status.details:
-                for kind in (
-                    error_details_pb2.ErrorInfo,
-                    error_details_pb2.BadRequest,
-                    error_details_pb2.RetryInfo,
-                ):
-                    detail = kind()
-                    if packed.Unpack(detail):
-                        found[kind.DESCRIPTOR.name] = detail
+            found |= _unpacked(Status.FromString(cast("bytes", value)))
         except DecodeError:
             continue
+    return found
+
+
+def _unpacked(status: Status) -> dict[str, Any]:
+    """A status' details by message name. Raises DecodeError."""
+    found: dict[str, Any] = {}
+    for packed in status.details:
+        for kind in (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo):
+            detail = kind()
+            if packed.Unpack(detail):
+                found[kind.DESCRIPTOR.name] = detail
     return found
 
 

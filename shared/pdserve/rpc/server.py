@@ -20,6 +20,7 @@ from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.rpc.channel import SERVER_OPTIONS
 from pdserve.rpc.launcher import Launcher
 from pdserve.rpc.settings import ServiceSettings
+from pdserve.telemetry.export import Metrics, export_metrics
 
 log = structlog.get_logger(__name__)
 
@@ -41,13 +42,17 @@ class GrpcServer:
     at most `drain_seconds`. `stop_requested` may be set by anyone on the loop; `fail` stops with an error.
     """
 
-    def __init__(self, settings: ServiceSettings, services: Sequence[Service]) -> None:
+    def __init__(self, settings: ServiceSettings, services: Sequence[Service], metrics: Metrics | None = None) -> None:
+        """`metrics` are exported, as the settings say, from the binding to the end."""
         self.endpoint = ""
+        self.metrics_url: str | None = None
         self.stop_requested = asyncio.Event()
         self.draining = False
         self.on_drain: list[Callable[[], Awaitable[None]]] = []
         self.launcher = Launcher(settings.launcher_fd)
         self._settings = settings
+        self._metrics = metrics
+        self._scope = contextlib.AsyncExitStack()
         self._names = [name for _, _, name in services]
         self._health = health.aio.HealthServicer()
         self._failure: str | None = None
@@ -67,17 +72,20 @@ class GrpcServer:
             try:
                 bound = self._server.add_insecure_port(join_host_port(host, port))
             except RuntimeError as error:
-                raise ConfigError(f"cannot listen on {join_host_port(host, port)}: {error}") from error
+                raise ConfigError(f"cannot listen on {join_host_port(host, port)}: {_obstacle(host, port)}") from error
             self.endpoint = join_host_port(self._settings.advertise_host or advertised_host(host), bound)
             await self._set_health(self._names, serving=False)
+            if self._metrics is not None:
+                self.metrics_url = await self._scope.enter_async_context(export_metrics(self._metrics, self._settings))
             await self._set_health([""], serving=True)
             await self._server.start()
         except BaseException as error:
             self.launcher.report("failed", error=str(error))
+            await self._scope.aclose()
             await self.launcher.close()
             raise
         self.launcher.report("bound", endpoint=self.endpoint)
-        log.info("bound", endpoint=self.endpoint, services=self._names)
+        log.info("bound", endpoint=self.endpoint, services=self._names, metrics=self.metrics_url)
         return self
 
     async def __aexit__(
@@ -86,12 +94,15 @@ class GrpcServer:
         if error is not None and not isinstance(error, asyncio.CancelledError):
             self.launcher.report("failed", error=str(error) or repr(error))
         await self._server.stop(0)
+        await self._scope.aclose()
         await self.launcher.close()
 
     async def set_ready(self, ready: bool, **details: Any) -> None:
-        """Set every service's health. `details` go to the launcher with the event ``ready``."""
+        """Set every service's health. `details`, and where metrics are, go to the launcher with the event ``ready``."""
         await self._set_health(self._names, serving=ready and not self.draining)
         if ready and not self.draining:
+            if self.metrics_url is not None:
+                details["metrics"] = self.metrics_url
             self.launcher.report("ready", endpoint=self.endpoint, details=details)
 
     def fail(self, reason: str) -> None:
@@ -184,6 +195,19 @@ def data_host(host: str) -> str:
             return "127.0.0.1"
         address: str = probe.getsockname()[0]
         return address
+
+
+def _obstacle(host: str, port: int) -> str:
+    """Why nothing can listen at an address, in the system's words; grpc does not tell."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, _, _, address in found:
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return "another process took it, and has let go of it since"
 
 
 def join_host_port(host: str, port: int) -> str:

@@ -1,34 +1,56 @@
 """Settings of a service: command line over environment (``PDSERVE_``) over YAML file over default.
 
-An unknown option, an unknown key in the file or a misspelt variable is an error, because a setting that silently does
-nothing is worse than a service that does not start.
+A setting that silently does nothing is worse than a service that does not start. So an unknown option, key or variable
+is an error that names the nearest setting there is, and so are settings that contradict each other. All that is wrong
+is told at once.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Literal, NoReturn, Self
 
-import yaml
-from pydantic import Field, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, CliSuppress, PydanticBaseSettingsSource, SettingsConfigDict
 
-ENV_PREFIX = "PDSERVE_"
-# Variables of other services share the prefix, so that only near misses of our own names can be told to be mistakes.
-_NEAR_MISS = 0.88
+from pdserve.core.errors import ConfigError
+from pdserve.rpc.endpoint import ANY_ADDRESS, parse_endpoint
+from pdserve.rpc.settings_report import Report, explain
+from pdserve.rpc.settings_sources import gather
 
 
-class ServiceSettings(BaseSettings):
-    """What every service has. Subclasses add fields; a field's description is its ``--help`` text."""
+def _check_endpoint(text: str) -> str:
+    try:
+        parse_endpoint(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+def _check_url(text: str) -> str:
+    if "://" not in text:
+        return _check_endpoint(text)
+    if not text.startswith(("http://", "https://")):
+        raise ValueError("must be host:port, http://host:port or https://host:port")
+    return text
+
+
+Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+"""``host:port``, IPv6 hosts in brackets."""
+OtlpEndpoint = Annotated[str, AfterValidator(_check_url)]
+"""``host:port`` or ``http://host:port`` without TLS, ``https://host:port`` with it."""
+
+
+class Settings(BaseSettings):
+    """What every command with settings has. Subclasses add fields; a field's description is its ``--help`` text.
+
+    An object made directly (``RouterSettings(port=1)``) takes nothing from environment or files; `load` does.
+    """
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX,
-        env_ignore_empty=True,
         extra="forbid",
         frozen=True,
         cli_kebab_case=True,
@@ -37,33 +59,49 @@ class ServiceSettings(BaseSettings):
         cli_hide_none_type=True,
     )
 
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0: any free one")
-    advertise_host: str | None = Field(
-        None, description="name that others reach this service by; default: the host, or this machine's name"
-    )
     config: Path | None = Field(None, description="YAML file with settings, keys as the options here")
-    launcher_fd: int | None = Field(None, description="socket to the process that started this one (see launcher.py)")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
-    otlp_endpoint: str | None = Field(None, description="OTLP gRPC endpoint for traces; unset: none are recorded")
-    drain_seconds: float = Field(30.0, ge=0, description="how long running work may take once told to stop")
+    check_config: Literal["table", "json", "schema"] | None = Field(
+        None,
+        description="only check the settings and print those in force, as table or json; "
+        "schema prints a JSON schema for the YAML file",
+    )
 
     @classmethod
-    def load(cls, argv: Sequence[str] | None = None) -> Self:
-        """Settings from `argv` (None: this process's), environment and file. Prints what is wrong and exits with 2."""
+    def load(cls, argv: Sequence[str] | None = None, *, program: str | None = None) -> Self:
+        """Settings from `argv` (None: this process's), environment and file.
+
+        Prints what is wrong and exits with 2; exits with 0 after ``--help`` and ``--check-config``.
+        """
         arguments = list(sys.argv[1:] if argv is None else argv)
+        given = gather(cls, arguments, os.environ, program or _program())
+        if not given.readable:
+            _refuse(given.problems)
+        if given.values.get("check_config") == "schema":
+            _end(Report.schema(cls))
         try:
-            misspelt = near_misses(os.environ, cls.model_fields)
-            if misspelt:
-                raise SettingsError("; ".join(misspelt))
-            return cls(_cli_parse_args=arguments)  # type: ignore[call-arg,unused-ignore]
+            settings = cls(**given.values)
         except ValidationError as error:
-            lines = [_explain(detail["loc"], detail["type"], detail["msg"]) for detail in error.errors()]
-        except (SettingsError, OSError, yaml.YAMLError) as error:
-            lines = [str(error)]
-        for line in lines:
-            sys.stderr.write(f"error: {line}\n")
-        raise SystemExit(2)
+            _refuse([*given.problems, *explain(error, given)])
+        if given.problems:
+            _refuse(given.problems)
+        if settings.check_config:
+            report = Report.of(settings, given)
+            _end(report.json() if settings.check_config == "json" else report.table())
+        return settings
+
+    def contradictions(self) -> Iterator[str]:
+        """A sentence for each pair of settings that cannot both be meant; it names both.
+
+        Subclasses add theirs after those of their parent. The fields by themselves are valid here.
+        """
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        found = list(self.contradictions())
+        if found:
+            raise ValueError("\n".join(found))
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -74,46 +112,50 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # The command line is put in front of these by pydantic-settings itself.
-        return init_settings, env_settings, _YamlSource(settings_cls)
+        return (init_settings,)  # `gather` has the others, with the place of each value
 
 
-class _YamlSource(PydanticBaseSettingsSource):
-    """The file that `config` names in a source of higher rank. Keys may be written with dashes or underscores."""
+class ServiceSettings(Settings):
+    """What every service has."""
 
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        raise NotImplementedError("this source gives all values at once")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0: any free one")
+    advertise_host: str | None = Field(
+        None, description="name that others reach this service by; default: the host, or this machine's name"
+    )
+    launcher_fd: CliSuppress[int | None] = Field(
+        None, description="socket to the process that started this one (see launcher.py)"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port for Prometheus metrics at --host; 0: any free one; unset: none"
+    )
+    otlp_endpoint: OtlpEndpoint | None = Field(None, description="OTLP gRPC endpoint for traces and metrics")
+    trace_ring: int = Field(
+        512, ge=0, description="how many requests' traces to keep in memory, for `pdserve trace`; 0: none"
+    )
+    drain_seconds: float = Field(30.0, ge=0, description="how long running work may take once told to stop")
 
-    def __call__(self) -> dict[str, Any]:
-        path = self.current_state.get("config")
-        if path is None:
-            return {}
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        if content is None:
-            return {}
-        if not isinstance(content, dict):
-            raise SettingsError(f"{path}: must hold settings as key: value")
-        return {str(key).replace("-", "_"): value for key, value in content.items()}
-
-
-def near_misses(environment: Iterable[str], fields: Iterable[str]) -> list[str]:
-    """A sentence for each ``PDSERVE_`` variable that is no field's but looks like a misspelt one."""
-    names = {f"{ENV_PREFIX}{field}".upper() for field in fields}
-    found = []
-    for variable in sorted(environment):
-        if not variable.upper().startswith(ENV_PREFIX) or variable.upper() in names:
-            continue
-        close = difflib.get_close_matches(variable.upper(), names, n=1, cutoff=_NEAR_MISS)
-        if close:
-            found.append(f"environment variable {variable} is unknown; {close[0]} is meant?")
-    return found
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.advertise_host in ANY_ADDRESS:
+            yield f"advertise-host {self.advertise_host!r} is no address that others can connect to"
+        if self.port and self.port == self.metrics_port:
+            yield f"port and metrics-port are both {self.port}"
 
 
-def _explain(location: tuple[int | str, ...], kind: str, message: str) -> str:
-    name = ".".join(str(part) for part in location)
-    option = "--" + name.replace("_", "-")
-    if kind == "missing":
-        return f"{name} is required: set it with {option}, {ENV_PREFIX}{name.upper()} or in the config file"
-    if kind == "extra_forbidden":
-        return f"{name}: no such setting"
-    return f"{name}: {message} ({option})" if name else message
+def _program() -> str:
+    """How this process was started, for ``--help``."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
+
+
+def _refuse(problems: Sequence[str]) -> NoReturn:
+    for problem in problems:
+        sys.stderr.write(f"error: {problem}\n")
+    raise SystemExit(2)
+
+
+def _end(text: str) -> NoReturn:
+    sys.stdout.write(text + "\n")
+    raise SystemExit(0)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import ByteSize, Field, field_validator
 
 from pdserve.rpc.server import data_host
-from pdserve.rpc.settings import ServiceSettings
+from pdserve.rpc.settings import Endpoint, ServiceSettings
 from pdserve.worker.messages import EngineSettings
 
 # Shares of memory: of a GPU that a worker has for itself; of a machine's free memory that it shares with everybody.
@@ -19,12 +20,14 @@ CPU_SHARE = 0.15
 # Tokens a step: a step of a small model takes tens of milliseconds on two cores at 512, on a GPU at 4096.
 CPU_BATCHED_TOKENS = 512
 GPU_BATCHED_TOKENS = 4096
+FLASH_PAGE = 256  # as in engine.attention.flash_backend, which needs torch to be imported
 
 
 class WorkerSettings(ServiceSettings):
     """vLLM's names where it has one. Sizes take units ("1GiB")."""
 
     model: str = Field(description="folder, hub id or smollm2-135m-instruct")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     served_model_name: str | None = Field(
         None, description="name that clients use; default: the folder's name, or the id"
     )
@@ -47,7 +50,9 @@ class WorkerSettings(ServiceSettings):
         0, ge=0, description=f"most tokens in a step; 0: {CPU_BATCHED_TOKENS}, on a GPU {GPU_BATCHED_TOKENS}"
     )
     lookahead_tokens: int = Field(64, ge=0, description="answer tokens that a reservation has room for")
-    attention_backend: str = Field("auto", description="attention kernels; auto: the best that is here")
+    attention_backend: Literal["auto", "torch", "flash"] = Field(
+        "auto", description="attention kernels; auto: the best that is here"
+    )
     kv_transport: Literal["auto", "nccl", "gloo", "cuda-ipc"] = Field(
         "auto", description="how KV moves between workers; auto: cuda-ipc on one GPU, nccl between two, else gloo"
     )
@@ -66,10 +71,7 @@ class WorkerSettings(ServiceSettings):
     )
     frame_timeout: float = Field(2.0, gt=0, description="seconds that a frame may take")
     enable_prefix_caching: bool = Field(True, description="reuse KV of equal prompt beginnings")
-    prefix_cache: str | None = Field(None, description="endpoint of a prefix-cache service")
-    metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="port for Prometheus metrics at --host; 0: any free one; unset: none"
-    )
+    prefix_cache: Endpoint | None = Field(None, description="host:port of a prefix-cache service")
     step_log: Path | None = Field(None, description="file for the times of steps and hand-offs, written at the end")
 
     @field_validator("cores", "front_cores")
@@ -83,13 +85,39 @@ class WorkerSettings(ServiceSettings):
             raise ValueError(f"cores {sorted(missing)} are not among those this process may use")
         return value
 
-    @model_validator(mode="after")
-    def _check_together(self) -> Self:
-        if self.tensor_parallel_size > 1:
-            raise ValueError(f"tensor-parallel-size {self.tensor_parallel_size} is not supported yet; only 1 is")
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _check_parallel(cls, value: int) -> int:
+        if value > 1:
+            raise ValueError(f"{value} is not supported yet; only 1 is")
+        return value
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.revision and Path(self.model).expanduser().is_dir():
+            yield f"revision {self.revision} is for hub ids, and model {self.model} is a folder"
         if self.ring_bytes < 2 * self.frame_bytes:
-            raise ValueError("ring-bytes must hold two frames at least (frame-bytes)")
-        return self
+            yield f"ring-bytes {self.ring_bytes} must hold two frames at least, and frame-bytes is {self.frame_bytes}"
+        if "frame_target_bytes" in self.model_fields_set and self.frame_target_bytes > self.frame_bytes:
+            yield f"frame-target-bytes {self.frame_target_bytes} is above frame-bytes {self.frame_bytes}"
+        if self.kv_cache_memory and self.gpu_memory_utilization:
+            yield "kv-cache-memory and gpu-memory-utilization both say how much memory KV takes; leave one out"
+        if self.prefix_cache and not self.enable_prefix_caching:
+            yield f"prefix-cache {self.prefix_cache} is never asked with no-enable-prefix-caching"
+        if self.core_list and self.threads > len(self.core_list):
+            yield f"threads {self.threads} would fight over cores {self.cores}"
+        if self.device == "cpu" and self.kv_transport in ("nccl", "cuda-ipc"):
+            yield f"kv-transport {self.kv_transport} moves KV between GPUs, and device is cpu"
+        if self.attention_backend == "flash":
+            yield from self._flash_contradictions()
+
+    def _flash_contradictions(self) -> Iterator[str]:
+        if self.device == "cpu":
+            yield "attention-backend flash needs a GPU, and device is cpu"
+        if self.dtype == "float32":
+            yield "attention-backend flash takes float16 and bfloat16, and dtype is float32"
+        if self.block_size % FLASH_PAGE:
+            yield f"attention-backend flash wants multiples of {FLASH_PAGE}, and block-size is {self.block_size}"
 
     @property
     def model_name(self) -> str:
@@ -125,6 +153,7 @@ class WorkerSettings(ServiceSettings):
         return EngineSettings(
             role=role,
             model=str(Path(self.model).expanduser()),
+            revision=self.revision or "",
             dtype=self.dtype,
             device=self.device,
             threads=self.thread_count,

@@ -164,7 +164,15 @@ class EngineLoop:
             self._number += 1
             self._channel.send(
                 StepDone(
-                    self._number, load, outputs.tokens, outputs.ends, outputs.prompts, outputs.chunks, stored, removed
+                    number=self._number,
+                    load=load,
+                    tokens=outputs.tokens,
+                    ends=outputs.ends,
+                    prompts=outputs.prompts,
+                    chunks=outputs.chunks,
+                    stored=stored,
+                    removed=removed,
+                    seconds=outputs.seconds,
                 )
             )
             self._told = load
@@ -210,7 +218,7 @@ class EngineLoop:
 
 def _options(settings: EngineSettings) -> EngineOptions:
     return EngineOptions(
-        model=resolve_model(settings.model),
+        model=resolve_model(settings.model, settings.revision or None),
         dtype=settings.dtype,
         device=settings.device,
         block_size=settings.block_size,

@@ -20,8 +20,8 @@ from pdserve.rpc.convert import layout_to_proto
 from pdserve.rpc.convert_link import Hello
 from pdserve.rpc.server import GrpcServer, Service, ServiceFailed
 from pdserve.rpc.versions import PROTOCOL_MAX, PROTOCOL_MIN, our_versions, software_version
+from pdserve.telemetry.export import Metrics
 from pdserve.telemetry.logs import setup_logs
-from pdserve.telemetry.metrics import MetricsServer
 from pdserve.telemetry.tracing import setup_tracing
 from pdserve.transfer.messages import PULL_SUFFIX, LinkReport, TransferReport
 from pdserve.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -77,7 +77,6 @@ class WorkerFront:
         self.links = Links(self.engine.send_link, self._on_report)
         self.prefix: PrefixClient | None = None
         self.started: EngineStarted | None = None
-        self._metrics_server: MetricsServer | None = None
         self._server: GrpcServer | None = None
         self._service: RoleService | None = None
 
@@ -129,9 +128,6 @@ class WorkerFront:
         self._server, self._service = server, service
         try:
             async with AsyncExitStack() as scope:
-                if self.settings.metrics_port is not None:
-                    exporter = MetricsServer(self.metrics.registry, self.settings.host, self.settings.metrics_port)
-                    self._metrics_server = await scope.enter_async_context(exporter)
                 await scope.enter_async_context(self.engine)
                 await self._start(server, scope)
                 async with asyncio.TaskGroup() as pumps:
@@ -191,8 +187,6 @@ class WorkerFront:
         )
         self.started = started
         details = {"worker_id": self.worker_id, "device": started.device, "blocks": started.total_blocks}
-        if self._metrics_server is not None:
-            details["metrics"] = f"http://{self._metrics_server.endpoint}/metrics"
         log.info("ready", **details, **started.notes)
         await server.set_ready(True, **details, notes=started.notes)
 
@@ -202,7 +196,7 @@ class WorkerFront:
             message = await receive()
             match message:
                 case StepDone():
-                    self.metrics.load = message.load
+                    self.metrics.take(message)
                     board.publish(load_to_proto(message.load), message.stored, message.removed)
                     service.on_step(message)
                 case KvCommitted():
@@ -258,7 +252,8 @@ MakeService = Callable[[WorkerFront], tuple[RoleService, Service]]
 async def _serve(settings: WorkerSettings, role: str, make: MakeService) -> None:
     front = WorkerFront(settings, role)
     service, own = make(front)
-    async with GrpcServer(settings, [own, *front.services()]) as server:
+    export = Metrics(front.metrics.registry, role, front.worker_id)
+    async with GrpcServer(settings, [own, *front.services()], export) as server:
         server.on_drain.append(front.drain)
         work = asyncio.create_task(front.run(server, service), name="front")
         try:
@@ -272,7 +267,9 @@ def run_worker(role: str, make: MakeService, argv: Sequence[str] | None = None) 
     """The main function of a worker service. Returns the exit status: 0 after a stop, 1 after a failure."""
     settings = WorkerSettings.load(argv)
     setup_logs(role, settings.log_level)
-    stop_tracing = setup_tracing(role, settings.otlp_endpoint)
+    stop_tracing = setup_tracing(
+        role, settings.otlp_endpoint, ring=settings.trace_ring, instance=settings.worker_id or ""
+    )
     if settings.front_core_list and hasattr(os, "sched_setaffinity"):
         # By default the front shares the engine's cores: on another worker's it would be that one's jitter.
         os.sched_setaffinity(0, settings.front_core_list)

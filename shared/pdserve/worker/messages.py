@@ -46,6 +46,7 @@ class EngineSettings(msgspec.Struct, frozen=True, tag=True):
     enable_prefix_caching: bool = True
     log_level: str = "info"
     step_log: str = ""  # file for a StepLog, written at the end; "": none
+    revision: str = ""  # of a hub id; "": the newest
 
 
 class StartPrefill(msgspec.Struct, frozen=True, tag=True):
@@ -156,6 +157,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     chunks: list[ChunkDone] = []
     stored: list[bytes] = []
     removed: list[bytes] = []
+    seconds: float = 0.0  # of computing
 
 
 class ReservedPages(msgspec.Struct, frozen=True, tag=True):

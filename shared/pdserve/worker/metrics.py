@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pdserve.engine.outputs import Load
 from pdserve.telemetry.metrics import CollectorRegistry, Metric, counter, gauge, histogram
 from pdserve.transfer.messages import TransferReport
+from pdserve.worker.messages import StepDone
 
 # Seconds: from a short prompt over shared memory to a long one over a slow network.
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -54,7 +55,26 @@ class WorkerMetrics:
             "The part of kv_transfer_seconds after the whole prompt was computed.",
             BUCKETS,
         )
+        self._queued = histogram(
+            self.registry,
+            "prefill_queue_seconds",
+            "From a prompt's admission here to its first chunk.",
+            BUCKETS,
+        )
+        self._prefill = histogram(
+            self.registry,
+            "request_prefill_time_seconds",
+            "From a prompt's first chunk to its first token.",
+            BUCKETS,
+        )
         self.registry.register(self)
+
+    def take(self, step: StepDone) -> None:
+        """Take in what a step came to."""
+        self.load = step.load
+        for prompt in step.prompts:
+            self._queued.observe(prompt.queued)
+            self._prefill.observe(prompt.compute)
 
     def observe_transfer(self, seconds: float, exposed: float) -> None:
         """A hand-off was committed."""
@@ -63,7 +83,7 @@ class WorkerMetrics:
 
     def describe(self) -> Iterator[Metric]:
         """All that there will ever be, so that the registry can tell a name that is taken."""
-        yield from (self._info(), *_of_report(TransferReport()), *_of_load(idle_load(0)))
+        yield from (self._info(), *_of_report(TransferReport()), *_of_load(idle_load(1)))
 
     def collect(self) -> Iterator[Metric]:
         yield self._info()
@@ -72,7 +92,7 @@ class WorkerMetrics:
             yield from _of_load(self.load)
 
     def _info(self) -> Metric:
-        return gauge("worker_info", "Who this is; always 1.", {self._identity: 1}, ["worker_id", "role", "model"])
+        return gauge("worker_info", "Who this is; always 1.", {self._identity: 1}, ["worker_id", "role", "model_name"])
 
 
 def _of_report(report: TransferReport) -> Iterator[Metric]:
@@ -128,7 +148,19 @@ def _of_load(load: Load) -> Iterator[Metric]:
         ("reserved",): load.reserved_blocks,
     }
     yield gauge("blocks", "KV blocks by state; they add up to all there are.", blocks, ["state"])
+    in_use = load.owned_blocks + load.reserved_blocks
+    total = in_use + load.free_blocks + load.cached_blocks
+    yield gauge("kv_cache_usage_perc", "Share of the KV blocks that are owned or reserved, 0 to 1.", in_use / total)
     yield gauge("num_requests_running", "Sequences in the engine's batch.", load.running)
-    yield gauge("num_requests_waiting", "Sequences that wait for room in the batch.", load.waiting)
+    yield gauge("num_requests_waiting", "Sequences that hold blocks and are not in the batch.", load.waiting)
+    yield gauge("pending_prefill_tokens", "Prompt tokens that wait to be computed.", load.pending_prefill_tokens)
     yield counter("preemptions_total", "Sequences that lost their blocks to others.", load.preemptions)
+    yield counter("engine_steps_total", "Steps of the engine.", load.steps)
+    yield counter("engine_busy_seconds_total", "Seconds that the engine spent in steps.", load.busy_seconds)
+    yield counter(
+        "engine_tokens_total", "Tokens that went through the model, of prompts and answers.", load.computed_tokens
+    )
+    yield counter("engine_sampled_tokens_total", "Tokens that the engine sampled.", load.sampled_tokens)
+    yield counter("prefix_cache_queries_total", "Prompt tokens looked up in this worker's cache.", load.prefix_queries)
+    yield counter("prefix_cache_hits_total", "Prompt tokens that were found there.", load.prefix_hits)
     yield gauge("prefill_tokens_per_second", "Prompt tokens computed a second; 0: not measured.", load.prefill_rate)

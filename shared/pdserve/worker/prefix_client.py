@@ -22,6 +22,8 @@ from pdserve.core.layout import KVLayout
 from pdserve.core.sequence import SequenceSpec
 from pdserve.policy.prefix_fetch import Rate, should_fetch
 from pdserve.rpc.channel import connect
+from pdserve.telemetry import names
+from pdserve.telemetry.tracing import TRACEPARENT, span, traceparent_of
 from pdserve.v1 import prefix_cache_pb2, prefix_cache_pb2_grpc
 from pdserve.worker.engine_client import EngineClient
 from pdserve.worker.messages import BlocksExported, ExportBlocks, LoadBlocks
@@ -81,10 +83,11 @@ class PrefixClient:
         """Tell how long the engine took to compute `tokens` prompt tokens."""
         self._compute_rate.update(tokens, seconds, time.monotonic())
 
-    async def prefetch(self, spec: SequenceSpec) -> None:
+    async def prefetch(self, spec: SequenceSpec, traceparent: str = "") -> None:
         """Load what the service has of a prompt and the engine lacks, if that is quicker than computing it.
 
         The blocks are on their way to the engine when this returns. Takes LOOKUP_DEADLINE and FETCH_DEADLINE at most.
+        Its span goes under that of `traceparent`, or of the sequence's own.
         """
         if time.monotonic() < self._closed_until:
             self.counts["skipped: service failed a moment ago"] += 1
@@ -100,7 +103,9 @@ class PrefixClient:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loading.setdefault(missing[0], done)
         try:
-            await self._fetch(missing)
+            with span(names.SPAN_PREFIX_FETCH, traceparent or spec.traceparent) as fetch:
+                loaded = await self._fetch(missing, traceparent_of(fetch))
+                fetch.set_attributes({names.BLOCKS: loaded, names.KV_BYTES: loaded * self._layout.block_bytes})
         except grpc.aio.AioRpcError as error:
             self._failed("fetch", error)
         except Exception as error:  # whatever it is, the prompt is computed then
@@ -144,8 +149,10 @@ class PrefixClient:
                 return hashes[start:]
         return ()
 
-    async def _fetch(self, missing: Sequence[bytes]) -> None:
-        found = await self._lookup(missing)
+    async def _fetch(self, missing: Sequence[bytes], traceparent: str) -> int:
+        """Returns how many blocks it loaded."""
+        metadata = ((TRACEPARENT, traceparent),) if traceparent else ()
+        found = await self._lookup(missing, metadata)
         for digest in missing[found:]:
             self._known.pop(digest, None)  # the service has evicted it: it may be stored again
         block_bytes, block_size = self._layout.block_bytes, self._layout.block_size
@@ -161,11 +168,11 @@ class PrefixClient:
             if found:
                 self.counts["skipped: computing is quicker"] += 1
                 log.debug("prefix_not_fetched", blocks=found, reason=decision.reason)
-            return
+            return 0
         low, high = FETCH_DEADLINE
         patience = high if compute_rate is None else min(high, max(low, found * block_size / compute_rate))
         request = prefix_cache_pb2.FetchRequest(hashes=missing[:found])
-        call = self._stub.Fetch(request, timeout=patience)
+        call = self._stub.Fetch(request, timeout=patience, metadata=metadata)
         loaded, corrupt = 0, False
         try:
             hashes: list[bytes] = []
@@ -194,6 +201,7 @@ class PrefixClient:
             self._fetch_rate.update(loaded * block_bytes, seconds, time.monotonic())
             self.counts["fetched blocks"] += loaded
             log.debug("prefix_fetched", blocks=loaded, ms=round(1e3 * seconds, 2), reason=decision.reason)
+        return loaded
 
     async def _load(self, hashes: list[bytes], payloads: list[bytes]) -> int:
         if hashes:
@@ -212,8 +220,9 @@ class PrefixClient:
             and zlib.crc32(block.payload) == block.crc32
         )
 
-    async def _lookup(self, hashes: Sequence[bytes]) -> int:
-        response = await self._stub.Lookup(prefix_cache_pb2.LookupRequest(hashes=hashes), timeout=LOOKUP_DEADLINE)
+    async def _lookup(self, hashes: Sequence[bytes], metadata: tuple[tuple[str, str], ...] = ()) -> int:
+        request = prefix_cache_pb2.LookupRequest(hashes=hashes)
+        response = await self._stub.Lookup(request, timeout=LOOKUP_DEADLINE, metadata=metadata)
         return min(response.leading_blocks, len(hashes))
 
     async def _store_all(self) -> None:

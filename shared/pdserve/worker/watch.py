@@ -13,10 +13,11 @@ import structlog
 
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.engine.outputs import Load
+from pdserve.rpc.convert_trace import answer_get_spans
 from pdserve.rpc.errors import RpcError, abort
 from pdserve.rpc.versions import agree
 from pdserve.transfer.messages import TransferReport
-from pdserve.v1 import worker_pb2, worker_pb2_grpc
+from pdserve.v1 import trace_pb2, worker_pb2, worker_pb2_grpc
 from pdserve.worker.links import Probe
 
 log = structlog.get_logger(__name__)
@@ -235,6 +236,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         await self._on_drain()
         return worker_pb2.DrainResponse()
 
+    async def GetSpans(
+        self, request: trace_pb2.GetSpansRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> trace_pb2.GetSpansResponse:
+        snapshot = self._board.snapshot
+        try:
+            return answer_get_spans(request, snapshot.worker_id if snapshot else "")
+        except PdserveError as error:
+            await abort(context, error)
+
 
 def load_to_proto(load: Load) -> worker_pb2.WorkerLoad:
     return worker_pb2.WorkerLoad(
@@ -250,6 +260,11 @@ def load_to_proto(load: Load) -> worker_pb2.WorkerLoad:
         kv_bytes_sent=load.kv_bytes_sent,
         kv_bytes_received=load.kv_bytes_received,
         prefill_tokens_per_second=load.prefill_rate,
+        busy_seconds=load.busy_seconds,
+        prefix_queries=load.prefix_queries,
+        prefix_hits=load.prefix_hits,
+        computed_tokens=load.computed_tokens,
+        sampled_tokens=load.sampled_tokens,
     )
 
 

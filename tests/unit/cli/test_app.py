@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from typer.testing import CliRunner
 
 from pdserve.cli.app import app
 from pdserve.cli.console import parse_size
-from pdserve.cli.serve import model_counts
+from pdserve.cli.serve_settings import ServeSettings, model_counts
 from pdserve.core.errors import ConfigError
+from pdserve.launch import WorkerOptions
 
 runner = CliRunner()
 
@@ -23,6 +26,14 @@ runner = CliRunner()
         (["serve", "--model", "a", "--prefill", "1", "--prefill", "2"], "given 2 times for 1 models"),
         (["serve"], "--model"),
         (["serve", "--model", "m", "--kv-cache-memory", "lots"], "not a size"),
+        (["serve", "--model", "m", "--prefil", "2"], "--prefill is meant?"),
+        (["serve", "--model", "m", "--prefix-cache-capacity", "1GiB"], "prefix-cache is 0"),
+        (["serve", "--model", "m", "--port", "8000"], "port 8000 is a gateway's too"),
+        (["serve", "--model", ".", "--revision", "main"], "revision main is for hub ids"),
+        (["serve", "--model", "m", "--decode", "-1"], "0 or more"),
+        (["config", "check"], "--service"),
+        (["config", "check", "suite.yaml"], "which service is it for?"),
+        (["config", "check", "--service", "cook"], "none of router"),
         (["generate", "hi", "--logprobs", "1"], "--json"),
         (["generate", "hi", "--no-such-flag"], "--no-such-flag"),
         (["nothing"], "nothing"),
@@ -41,7 +52,7 @@ def test_wrong_usage_is_code_2_and_names_the_culprit(arguments: list[str], words
 
 
 def test_a_model_that_does_not_exist_is_one_line_and_code_1() -> None:
-    result = runner.invoke(app, ["serve", "--model", "./nowhere", "--port", "0"])
+    result = runner.invoke(app, ["serve", "--model", "./nowhere", "--port", "0", "--http-port", "0"])
     assert result.exit_code == 1
     assert "nowhere" in result.output and "Traceback" not in result.output
 
@@ -58,8 +69,47 @@ def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch)
     """PDSERVE_MODEL stands for --model, PDSERVE_DEVICE for --device."""
     monkeypatch.setenv("PDSERVE_MODEL", "./nowhere-else")
     assert "nowhere-else" in runner.invoke(app, ["serve"]).output
+    monkeypatch.setenv("PDSERVE_MODEL", "./nowhere-else")
     monkeypatch.setenv("PDSERVE_PORT", "not a number")
     assert runner.invoke(app, ["serve"]).exit_code == 2
+
+
+def test_settings_of_serve_come_from_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "suite.yaml").write_text("model: [a=x, b=y]\nprefill: [1, 2]\ndecode: 1\nkv-cache-memory: 1GiB\n")
+    settings = ServeSettings.load(["--config", str(tmp_path / "suite.yaml"), "--decode", "3"])
+    assert settings.counts == [(1, 3, 0), (2, 3, 0)] and settings.kv_cache_memory == 1 << 30
+
+
+def test_serve_has_every_option_of_workers() -> None:
+    assert {field.name for field in dataclasses.fields(WorkerOptions)} <= ServeSettings.model_fields.keys()
+
+
+def test_config_check_asks_each_service_and_reports_all_files(tmp_path: Path) -> None:
+    """Real processes: each service reads its file and the environment as it would at its start."""
+    files = {
+        "router.yaml": "worker: [h:1]\n",
+        "decode-2.yaml": "model: m\n",
+        "prefill_1.yaml": "model: m\nblock-sise: 3\n",
+        "prefix-cache.yaml": "capacity: 1GiB\n",
+        "serve.yaml": "model: m\ncolocated: 2\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    result = runner.invoke(app, ["config", "check", "--json", *(str(tmp_path / name) for name in files)])
+    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [report["service"] for report in reports] == ["router", "decode", "prefill", "prefix-cache", "serve"]
+    assert [report["valid"] for report in reports] == [True, True, False, True, True] and result.exit_code == 2
+    assert reports[2]["problems"] == ["prefill_1.yaml:2: block-sise: no such setting; block-size is meant?"]
+    assert reports[0]["settings"]["worker"] == {"value": ["h:1"], "source": "file", "at": "router.yaml:1"}
+
+
+def test_config_check_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_MODEL", "m")
+    result = runner.invoke(app, ["config", "check", "--service", "decode"])
+    assert result.exit_code == 0 and "environment: valid settings for decode" in result.output
+    assert re.search(r"model +m +PDSERVE_MODEL", result.output)
+    schema = json.loads(runner.invoke(app, ["config", "schema", "--service", "decode"]).output)
+    assert "kv-cache-memory" in schema["properties"]
 
 
 def test_models_list_shows_both_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

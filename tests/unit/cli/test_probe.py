@@ -79,6 +79,23 @@ def test_words_for_people(folder: Path) -> None:
     assert "900GB/s cannot carry this rate" in slow.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--rate", "1e6"], 0),  # nobody asked for a certain network
+        (["--rate", "1", "--bandwidth", "25Gbit/s"], 0),
+        (["--rate", "20", "--bandwidth", "25Gbit/s"], 1),
+        (["--rate", "20", "--bandwidth", "900GB/s", "--bandwidth", "25Gbit/s"], 1),
+        (["--rate", "0", "--bandwidth", "1kB/s"], 0),
+    ],
+)
+def test_the_status_says_whether_each_bandwidth_asked_for_carries_the_rate(
+    folder: Path, arguments: list[str], status: int
+) -> None:
+    result = runner.invoke(app, ["probe", "kv", "--model", str(folder), *arguments])
+    assert result.exit_code == status, result.output
+
+
 def test_a_model_that_cannot_be_read_is_one_line_with_a_way_out(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["OtherForCausalLM"]}))
     result = runner.invoke(app, ["probe", "kv", "--model", str(folder)])

@@ -31,7 +31,7 @@ def test_percentiles_are_nearest_ranks() -> None:
 def test_the_demo_table_says_where_the_time_went() -> None:
     rows = dict(answer_rows([Answer("Paris.", 98.3, (49.0, 51.0), FINISH), Answer("x", 5.0, (), FINISH)]))
     assert rows["time to first token"] == ["98.3 ms", "5.0 ms"]
-    assert rows["transfer exposed"][0] == "7.0 ms"
+    assert rows["  transfer, not hidden"][0] == "7.0 ms"
     assert rows["between tokens, p99"] == ["51.0 ms", "-"]
     assert rows["tokens in / out"][0] == "277 / 5"
     assert rows["KV moved"][0] == "0.67 MB"

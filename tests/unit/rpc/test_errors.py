@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from pdserve.client import Client
+from pdserve.client import NO_RETRIES, Client
 from pdserve.core.errors import (
     ConfigError,
     IntegrityError,
@@ -40,7 +40,7 @@ async def pair() -> AsyncIterator[tuple[Failing, Client]]:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with Client(f"127.0.0.1:{port}") as client:
+        async with Client(f"127.0.0.1:{port}", retry=NO_RETRIES) as client:
             yield service, client
     finally:
         await server.stop(0)
@@ -87,6 +87,6 @@ async def test_long_messages_are_cut_to_fit_the_trailers(pair: tuple[Failing, Cl
 
 
 async def test_a_server_that_is_not_there_is_unavailable() -> None:
-    async with Client("127.0.0.1:1") as client:
+    async with Client("127.0.0.1:1", retry=NO_RETRIES) as client:
         with pytest.raises(Unavailable):
             await client.models()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import urllib.error
 import urllib.request
 
 import pytest
 from prometheus_client import REGISTRY
 
 from pdserve.core.errors import ConfigError
-from pdserve.telemetry.metrics import CollectorRegistry, MetricsServer, counter, gauge, histogram
+from pdserve.telemetry.metrics import CollectorRegistry, counter, gauge, histogram
+from pdserve.telemetry.metrics_server import MAX_SCRAPES, MetricsServer
 
 
 def read(endpoint: str) -> str:
@@ -41,6 +43,29 @@ async def test_a_registry_is_served_until_its_scope_ends() -> None:
     assert not any(name.startswith("pdserve") for name in REGISTRY._names_to_collectors)
     with pytest.raises(OSError):
         await asyncio.to_thread(read, server.endpoint)
+
+
+async def test_only_metrics_are_here() -> None:
+    async with MetricsServer(CollectorRegistry(), "127.0.0.1", 0) as server:
+        for path in ("", "/", "/favicon.ico", "/metrics/", "/metrics/../etc/passwd"):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                await asyncio.to_thread(urllib.request.urlopen, f"http://{server.endpoint}{path}", timeout=5)
+            with refused.value as answer:
+                assert (answer.code, answer.read()) == (404, b"only /metrics is here\n")
+        assert await asyncio.to_thread(read, server.endpoint) == ""
+
+
+async def test_clients_that_say_nothing_hold_up_only_so_many_threads() -> None:
+    async with MetricsServer(CollectorRegistry(), "127.0.0.1", 0) as server:
+        host, _, port = server.endpoint.rpartition(":")
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(MAX_SCRAPES)]
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            assert await asyncio.wait_for(reader.read(), 5) == b"", "one too many: hung up on"
+            writer.close()
+        finally:
+            for _, writer in silent:
+                writer.close()
 
 
 async def test_a_port_that_is_taken_is_named() -> None:

@@ -1,0 +1,227 @@
+"""What `pdserve top` shows: a look at a fleet as rich renderables. Asks nobody anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from pdserve.cli.view import View, WorkerRates
+from pdserve.client import FleetWorker, LatencyStats, ModelStats, Stats
+from pdserve.core.fabric import say_bytes, say_rate
+
+ROLES = ("prefill", "decode", "prefix_cache")
+WIDE = 110  # columns from which bars are long
+# Blocks by state: character on a terminal, in ASCII, style.
+BLOCKS = (("owned", "█", "#", "green"), ("reserved", "▓", "%", "yellow"), ("cached", "▒", "+", "blue"))
+FREE = ("░", ".", "dim")
+
+
+def dashboard(view: View, width: int, *, ascii_only: bool = False) -> RenderableType:
+    """The whole view, for a console of `width` columns."""
+    parts: list[RenderableType] = [_title(view)]
+    for model in view.stats.models:
+        parts += [Text(), *_model(model, view.stats)]
+        for role in ROLES[:2]:
+            pool = [worker for worker in view.fleet if worker.role == role and worker.model == model.model]
+            if pool:
+                parts += [Text(), _pool(role, pool, view.rates, width, ascii_only=ascii_only)]
+    others = [worker for worker in view.fleet if not _of_a_model(worker, view.stats)]
+    if others:
+        parts += [Text(), _others(others)]
+    links = list(_links(view))
+    if links:
+        parts += [Text(), _link_table(links)]
+    return Group(*parts)
+
+
+def pool_title(role: str, pool: Sequence[FleetWorker], rates: Mapping[str, WorkerRates]) -> str:
+    """A pool in one line: who is up, how busy they are, and what waits."""
+    up = [worker for worker in pool if worker.connected and not worker.draining]
+    said = [f"{len(up)} of {len(pool)} up"]
+    known = [rates[worker.worker_id] for worker in up if worker.worker_id in rates]
+    if known:
+        said.append(f"{sum(rate.busy for rate in known) / len(known):.0%} busy")
+    if role == "prefill":
+        pending = sum(worker.pending_prefill_tokens for worker in up)
+        speed = sum(worker.prefill_tokens_per_second for worker in up)
+        said.append(f"{pending} tokens to compute" + (f" ({pending / speed:.1f} s)" if speed and pending else ""))
+    else:
+        seats = sum(worker.max_num_seqs for worker in up)
+        said.append(f"{sum(worker.running for worker in up)} of {seats} seats taken")
+    used, total = sum(map(_used, up)), sum(worker.total_blocks for worker in up)
+    if total:
+        said.append(f"KV {used / total:.0%} used")
+    return ", ".join(said)
+
+
+def state(worker: FleetWorker) -> tuple[str, str]:
+    """A worker's state in a word, and its style."""
+    if not worker.connected:
+        return "lost" if worker.worker_id else "unreachable", "red"
+    return ("draining", "yellow") if worker.draining else ("up", "green")
+
+
+def kv_bar(worker: FleetWorker, cells: int, *, ascii_only: bool) -> Text:
+    """The worker's blocks by state, on `cells` characters. What there is of a state, however little, gets one."""
+    text, left = Text(), cells
+    total = max(1, worker.total_blocks)
+    for name, drawn, plain, style in BLOCKS:
+        count: int = getattr(worker, f"{name}_blocks")
+        share = min(left, max(1, round(count * cells / total))) if count else 0
+        text.append((plain if ascii_only else drawn) * share, style)
+        left -= share
+    text.append((FREE[1] if ascii_only else FREE[0]) * left, FREE[2])
+    return text
+
+
+def _title(view: View) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append("pdserve top", "bold")
+    text.append(f"  {view.target}  {view.stats.router_id}  last {view.stats.window_seconds:.0f} s  ")
+    text.append(f"{datetime.fromtimestamp(view.at):%H:%M:%S}", "dim")
+    if view.problem:
+        text.append(f"  no answer: {view.problem}", "bold red")
+    return text
+
+
+def _model(model: ModelStats, stats: Stats) -> list[RenderableType]:
+    head = Text(no_wrap=True)
+    head.append(model.model, "bold cyan")
+    head.append(f"  {model.running} running, {model.waiting} of them waiting")
+    judged = model.completed + model.failed
+    kept = f" ({min(1.0, model.good / judged):.0%})" if judged else ""
+    rates = Text(no_wrap=True, overflow="ellipsis")
+    rates.append(f"{model.requests_per_second:.1f} requests/s, goodput {model.goodput:.1f}{kept}")
+    rates.append(f", tokens/s {model.prompt_tokens_per_second:.0f} in {model.output_tokens_per_second:.0f} out")
+    rates.append(f", cache hits {model.cache_hit_rate:.0%}")
+    bad = [f"{getattr(model, what)} {what}" for what in ("failed", "cancelled", "replays") if getattr(model, what)]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("milliseconds")
+    for name in ("p50", "p90", "p99", "max", "target", "mean", "count"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, latency, target in (
+        ("first token", model.ttft, stats.ttft_target_ms),
+        ("between tokens", model.itl, stats.itl_target_ms),
+        ("queue", model.queue, 0.0),
+    ):
+        table.add_row(name, *_latency(latency, target))
+    return [head, rates, *([Text(", ".join(bad), "red")] if bad else []), table]
+
+
+def _latency(latency: LatencyStats, target: float) -> Iterator[Text]:
+    """The cells of one latency, red where it is above its target (0: it has none)."""
+
+    def cell(value: float) -> Text:
+        missed = bool(target) and value > target
+        return Text(f"{value:.1f}" if latency.count else "-", "red" if missed else "")
+
+    yield from map(cell, (latency.p50_ms, latency.p90_ms, latency.p99_ms, latency.max_ms))
+    yield Text(f"{target:.0f}" if target else "", "dim")
+    yield Text(f"{latency.mean_ms:.1f}" if latency.count else "-")
+    yield Text(str(latency.count))
+
+
+def _pool(
+    role: str, pool: Sequence[FleetWorker], rates: Mapping[str, WorkerRates], width: int, *, ascii_only: bool
+) -> RenderableType:
+    wide = width >= WIDE
+    cells = 32 if wide else 12
+    table = _table(f"{role}: {pool_title(role, pool, rates)}")
+    table.add_column("worker", overflow="fold", min_width=12)
+    table.add_column("state", no_wrap=True)
+    numbers = ["run", "wait", "busy", "tokens/s", "hits"]
+    more = ["used", "cached", "free", "pending" if role == "prefill" else "preempted"] if wide else []
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("KV", no_wrap=True, min_width=cells)
+    table.add_column("", justify="right", no_wrap=True)
+    for name in more:
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in sorted(pool, key=lambda worker: worker.worker_id):
+        word, style = state(worker)
+        rate = rates.get(worker.worker_id)
+        hits = None if rate is None else rate.hits
+        blocks = (_used(worker), worker.cached_blocks, worker.free_blocks)
+        own = worker.pending_prefill_tokens if role == "prefill" else worker.preemptions
+        table.add_row(
+            escape(worker.worker_id or worker.endpoint),
+            Text(word, style),
+            str(worker.running),
+            str(worker.waiting),
+            "-" if rate is None else f"{rate.busy:.0%}",
+            "-" if rate is None else f"{rate.tokens:.0f}",
+            "-" if hits is None else f"{hits:.0%}",
+            kv_bar(worker, cells, ascii_only=ascii_only),
+            f"{_used(worker) / max(1, worker.total_blocks):.0%}",
+            *(str(number) for number in (*blocks, own) if wide),
+            style="" if worker.connected else "dim",
+        )
+    return table
+
+
+def _used(worker: FleetWorker) -> int:
+    """Blocks that nobody else can have."""
+    return worker.owned_blocks + worker.reserved_blocks
+
+
+def _others(workers: Sequence[FleetWorker]) -> RenderableType:
+    """Prefix caches, and whoever has not said what it is, or serves a model that the router does not."""
+    table = _table("others")
+    for name in ("worker", "role", "state"):
+        table.add_column(name, overflow="fold")
+    for name in ("blocks", "sent", "received"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in sorted(workers, key=lambda worker: (worker.role, worker.worker_id)):
+        word, style = state(worker)
+        role = worker.role.replace("_", "-") + (f" of {worker.model}" if worker.model else "")
+        table.add_row(
+            escape(worker.worker_id or worker.endpoint),
+            escape(role or "?"),
+            Text(word, style),
+            str(worker.cached_blocks),
+            say_bytes(worker.kv_bytes_sent),
+            say_bytes(worker.kv_bytes_received),
+        )
+    return table
+
+
+def _links(view: View) -> Iterator[tuple[str, ...]]:
+    """A row for each link's sending end."""
+    for worker in sorted(view.fleet, key=lambda worker: worker.worker_id):
+        rates = view.rates.get(worker.worker_id)
+        for link in worker.links if worker.connected else ():
+            rate = rates.links.get(link.peer) if rates else None
+            if not (link.bytes_sent or worker.role == "prefill"):
+                continue
+            yield (
+                f"{worker.worker_id} > {link.peer}",
+                f"{link.transport}, {link.path}" + (" !" if link.degraded else ""),
+                "-" if rate is None else say_rate(rate),
+                say_rate(link.bytes_per_second) if link.bytes_per_second else "-",
+                say_bytes(link.bytes_in_flight),
+                say_bytes(link.bytes_sent),
+            )
+
+
+def _link_table(rows: Sequence[tuple[str, ...]]) -> RenderableType:
+    table = _table("links")
+    for name in ("from > to", "over"):
+        table.add_column(name, overflow="fold")
+    for name in ("now", "measured", "in flight", "sent"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=Text(title, "bold"), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+
+
+def _of_a_model(worker: FleetWorker, stats: Stats) -> bool:
+    return worker.role in ROLES[:2] and any(worker.model == model.model for model in stats.models)

@@ -1,0 +1,122 @@
+"""One request, measured from its arrival to its end, and told to every meter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.slo import Outcome, SloTargets, judge
+from pdserve.router.meter import Ended, Meter
+from pdserve.router.stages import Timeline
+from pdserve.v1 import inference_pb2
+
+_ANSWERS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
+# What a client asked for in vain. The others are the deployment's: a full fleet is a promise that was not kept.
+_CLIENTS_ERRORS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    }
+)
+
+
+class Measure:
+    """Made when the request arrives. The first of `answered`, `failed` and `cancelled` ends it; more change nothing."""
+
+    def __init__(self, meters: Sequence[Meter], operation: str) -> None:
+        self.timeline = Timeline(listener=self)
+        self.usage = inference_pb2.Usage()
+        self.workers: dict[str, None] = {}  # ids of all that it was placed on, in that order
+        self._all = meters
+        self._meters: Sequence[Meter] = ()  # who hears of it: all, from when its model is known until its end
+        self._operation = operation
+        self._model = ""
+        self._targets: SloTargets | None = None
+        self._over = False
+
+    def started(self, model: str, targets: SloTargets) -> None:
+        """It is for a served model, and was promised `targets`."""
+        self._model, self._targets, self._meters = model, targets, self._all
+        for meter in self._meters:
+            meter.started(model)
+
+    def first_token(self, seconds: float) -> None:
+        for meter in self._meters:
+            meter.first_token(self._model, seconds)
+
+    def gap(self, seconds: float) -> None:
+        for meter in self._meters:
+            meter.gap(self._model, seconds)
+
+    def queued(self, seconds: float) -> None:
+        """It was placed after waiting so long for a worker."""
+        for meter in self._meters:
+            meter.queued(self._model, seconds)
+
+    def refused(self) -> None:
+        """A worker had no room for it after all."""
+        for meter in self._meters:
+            meter.refused(self._model)
+
+    def rearmed(self) -> None:
+        """Its reservation goes on with another prefill worker."""
+        for meter in self._meters:
+            meter.rearmed(self._model)
+
+    def answered(self, finish: inference_pb2.Finish) -> None:
+        self._end(Outcome.ANSWERED, grpc.StatusCode.OK, _ANSWERS.get(finish.reason, ""))
+
+    def failed(self, code: grpc.StatusCode) -> None:
+        """A deadline is the client's as much as ours: what it had waited by then decides, as if it had cancelled."""
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            outcome = Outcome.CANCELLED
+        else:
+            outcome = Outcome.REFUSED if code in _CLIENTS_ERRORS else Outcome.FAILED
+        self._end(outcome, code)
+
+    def cancelled(self) -> None:
+        self._end(Outcome.CANCELLED, grpc.StatusCode.CANCELLED)
+
+    def _end(self, outcome: Outcome, code: grpc.StatusCode, reason: str = "") -> None:
+        if self._over:
+            return
+        self._over = True
+        if self._targets is None:
+            for meter in self._all:
+                meter.rejected(code.name)
+            return
+        timeline = self.timeline
+        seconds, ttft = timeline.waited, timeline.ttft
+        self.usage.completion_tokens = timeline.tokens
+        self.usage.stages.CopyFrom(timeline.told())
+        ended = Ended(
+            model=self._model,
+            outcome=outcome,
+            code=code.name,
+            seconds=seconds,
+            ttft=ttft,
+            usage=self.usage,
+            verdict=judge(outcome, seconds, ttft, timeline.gaps, self._targets),
+            reason=reason,
+            operation=self._operation,
+            gaps_seconds=sum(timeline.gaps),
+        )
+        for meter in self._meters:
+            meter.ended(ended)
+        self._meters = ()
+
+
+def promised(slo: inference_pb2.SloTargets, defaults: SloTargets) -> SloTargets:
+    """The targets of a request: its own where it names them. Raises InvalidRequest."""
+    values = {}
+    for field, default in (("ttft_ms", defaults.ttft), ("itl_ms", defaults.itl)):
+        value = getattr(slo, field) / 1e3 if slo.HasField(field) else default  # type: ignore[arg-type]
+        if not 0 < value < float("inf"):
+            raise InvalidRequest(f"slo.{field}", f"must be above 0, got {value * 1e3:g}")
+        values[field] = value
+    return SloTargets(values["ttft_ms"], values["itl_ms"], defaults.itl_percentile)
