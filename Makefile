@@ -5,8 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 export PROMPT
 PYTEST := $(BIN)/python -m pytest --durations=10
+BASELINE := sdk/baseline.binpb
 
-.PHONY: help venv demo check test test-e2e test-gpu proto bench-steps bench-attention bench-links bench-fabric bench-stopped-peer soak clean
+# Compose v2 where it is here, else docker-compose 1.29.
+COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+
+.PHONY: help venv up down demo check test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway soak clean
 
 help:  ## What there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -20,15 +24,29 @@ $(STAMP): pyproject.toml scripts/install.py
 demo: $(STAMP)  ## Ask a real model, prefilled in one process and decoded in another. PROMPT="..." asks your own.
 	@$(BIN)/pdserve demo $${PROMPT:+-- "$$PROMPT"}
 
-check: $(STAMP)  ## Format, lint, types, floors, schemas, README commands, one NCCL.
+up:  ## Start the suite in containers and ask it something; needs Docker alone. COMPOSE_PROFILES=gpu: on GPUs.
+	$(COMPOSE) up --build --detach
+	@$(COMPOSE) exec -T router pdserve generate --chat --temperature 0 --max-tokens 64 -- \
+		"$${PROMPT:-What is the capital of France? Answer in one sentence.}"
+	@echo "gRPC at $$($(COMPOSE) port router 50051), OpenAI's HTTP API and a web page at http://$$($(COMPOSE) port gateway 8000)"
+
+down:  ## Stop what `make up` started. The model stays in its volume.
+	COMPOSE_PROFILES=cpu,gpu,observability $(COMPOSE) down --remove-orphans
+
+check: $(STAMP)  ## Format, lint, types, floors, schemas, settings, what the docs name, one NCCL.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy scripts benchmarks
+	$(BIN)/mypy scripts benchmarks sdk/plugins
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
+	$(BIN)/buf breaking protos --against $(BASELINE)
 	$(BIN)/python scripts/proto.py --check
-	$(BIN)/python scripts/check_readme.py
+	$(BIN)/python scripts/api_reference.py --check
+	$(BIN)/python scripts/config_reference.py --check
+	$(BIN)/python scripts/metrics_reference.py --check
+	$(BIN)/python scripts/dashboards.py --check
+	$(BIN)/python -m scripts.check_docs
 	$(BIN)/python scripts/check_nccl.py
 
 test: $(STAMP)  ## All tests but the slow ones.
@@ -40,8 +58,24 @@ test-e2e: $(STAMP)  ## The slow end-to-end tests.
 test-gpu: $(STAMP)  ## The tests that need a CUDA GPU, or two.
 	$(PYTEST) -m gpu tests/gpu
 
-proto: $(STAMP)  ## Generate shared/pdserve/v1 from protos/.
+proto: $(STAMP)  ## Generate shared/pdserve/v1 and docs/api.md from protos/.
 	$(BIN)/python scripts/proto.py
+	$(BIN)/python scripts/api_reference.py
+
+metrics-reference: $(STAMP)  ## Write docs/metrics.md from the services' own metrics.
+	$(BIN)/python scripts/metrics_reference.py
+
+dashboards: $(STAMP)  ## Make Grafana's dashboards of docker/grafana/dashboards.yaml.
+	$(BIN)/python scripts/dashboards.py
+
+proto-baseline: $(STAMP)  ## Promise today's public API: `make check` fails where a later one would break its clients.
+	$(BIN)/buf build protos --type pdserve.v1.InferenceService --exclude-source-info --output $(BASELINE)
+
+sdk: $(STAMP)  ## Generate clients in six languages into build/sdk; sdk/README.md shows them in use.
+	$(BIN)/python scripts/sdk.py
+
+sdk-toolchains: $(STAMP)  ## Install what `make sdk` and the examples need; as root on Debian.
+	$(BIN)/python scripts/sdk.py --install
 
 bench-steps: $(STAMP)  ## Does serving disturb the engine's steps?
 	$(BIN)/python benchmarks/steps.py
@@ -54,6 +88,9 @@ bench-links: $(STAMP)  ## How fast KV moves between two workers, by frame size.
 
 bench-stopped-peer: $(STAMP)  ## Does a peer that stops or dies disturb anybody but its own tickets?
 	$(BIN)/python benchmarks/stopped_peer.py
+
+bench-gateway: $(STAMP)  ## What of the gRPC API's tokens/s does the gateway keep?
+	$(BIN)/python benchmarks/gateway.py
 
 soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail.
 	PDSERVE_LIFECYCLES=10000 $(PYTEST) -s tests/chaos/test_lifecycles.py

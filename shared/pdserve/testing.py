@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import grpc.aio
 
-from pdserve.client import Client
+from pdserve.client import NO_RETRIES, Client
 from pdserve.core.errors import Unavailable
 from pdserve.launch import Machine, ModelPart, Service, Suite, WorkerOptions, plan_suite
 from pdserve.launch.models import model_part
@@ -35,8 +35,8 @@ class Cluster:
     """A suite with a client. Entering starts it, leaving stops it and raises SuiteFailed if any part died unasked.
 
     `models` is a folder, or ModelParts for several models or counts of their own. `options` are WorkerOptions'
-    fields; `per_worker` overrides single flags of single workers: {"decode-0": {"kv-cache-memory": 1 << 20}}.
-    Logs go to `log_folder`, or to a folder that is deleted at the end.
+    fields; `per_worker` overrides single flags of single services: {"decode-0": {"kv-cache-memory": 1 << 20}}.
+    Logs go to `log_folder`, or to a folder that is deleted at the end. With `metrics` every service exports its own.
     """
 
     def __init__(
@@ -47,6 +47,8 @@ class Cluster:
         decode: int = 0,
         colocated: int = 0,
         prefix_caches: int = 0,
+        gateways: int = 0,
+        metrics: bool = False,
         per_worker: Mapping[str, Mapping[str, object]] | None = None,
         log_folder: Path | None = None,
         **options: Any,
@@ -58,19 +60,28 @@ class Cluster:
         elif prefill or decode or colocated:
             raise ValueError("ModelParts bring counts of their own")
         workers = WorkerOptions(**{"device": "cpu", "kv_cache_memory": KV_CACHE_MEMORY, **options})
-        self._plan = plan_suite(models, Machine.here(), workers, prefix_caches=prefix_caches, per_worker=per_worker)
+        self._plan = plan_suite(
+            models,
+            Machine.here(),
+            workers,
+            prefix_caches=prefix_caches,
+            gateways=gateways,
+            metrics_port=0 if metrics else None,
+            per_worker=per_worker,
+        )
         self._log_folder = log_folder
         self._stack = AsyncExitStack()
         self.suite: Suite
         self.client: Client
-        """A client of the router, closed with the cluster. `Client(cluster.endpoint)` makes another."""
+        """A client of the router, closed with the cluster. It never retries, so that each refusal is seen;
+        `Client(cluster.endpoint)` makes another."""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             folder = self._log_folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-")))
             suite = Suite(self._plan, log_folder=folder, start_timeout=START_TIMEOUT)
             self.suite = await stack.enter_async_context(suite)
-            self.client = await stack.enter_async_context(Client(self.suite.endpoint))
+            self.client = await stack.enter_async_context(Client(self.suite.endpoint, retry=NO_RETRIES))
             self._stack = stack.pop_all()
         return self
 
@@ -86,6 +97,18 @@ class Cluster:
     def endpoint(self) -> str:
         """The router's host:port."""
         return self.suite.endpoint
+
+    @property
+    def http(self) -> str:
+        """The first gateway's URL. Unavailable where there is none."""
+        if not self.suite.gateways:
+            raise Unavailable("this cluster has no gateway: ask for one with gateways=1")
+        return f"http://{self.suite.gateways[0].endpoint}"
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """Where each service exports its metrics, as URLs by name: "router", "decode-0", ..."""
+        return self.suite.metrics
 
     @property
     def workers(self) -> dict[str, Service]:

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
 import grpc.aio
@@ -45,11 +45,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Wire:
     """What the KV links between scripted workers come to: an event for each ticket whose KV is complete.
 
-    `log` is what both sides of all tickets did, in order.
+    `log` is what both sides of all tickets did, in order. `on_change` is called after each line of it, and after
+    anything else that a worker saw.
     """
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.on_change: list[Callable[[], object]] = []
         self.live: dict[str, int] = {}  # ticket -> the attempt that it waits for
         self.complete: dict[str, tuple[int, int, int]] = {}  # ticket -> attempt, tokens given, first token
         self._complete: dict[str, asyncio.Event] = {}
@@ -61,6 +63,14 @@ class Wire:
         self.complete.setdefault(ticket, (attempt, given, first_token))
         self.of(ticket).set()
         return True
+
+    def note(self, line: str) -> None:
+        self.log.append(line)
+        self.tell()
+
+    def tell(self) -> None:
+        for listener in tuple(self.on_change):
+            listener()
 
     def of(self, ticket: str) -> asyncio.Event:
         return self._complete.setdefault(ticket, asyncio.Event())
@@ -180,7 +190,7 @@ class ScriptedWorker(
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> AsyncIterator[Any]:
         action = self._begin(request.ticket, spec := spec_from_proto(request.sequence))
-        self.wire.log.append(f"{self.worker_id} prefill {request.attempt}")
+        self.wire.note(f"{self.worker_id} prefill {request.attempt}")
         self.told_held.append(request.decode_tokens_held)
         try:
             if action == "refuse":
@@ -210,6 +220,7 @@ class ScriptedWorker(
                 yield prefill_pb2.PrefillResponse(committed=prefill_pb2.PrefillCommitted(kv_bytes=100))
         except asyncio.CancelledError:
             self.cancelled.append(request.ticket)
+            self.wire.tell()
             raise
         finally:
             self._finish(request.ticket)
@@ -240,6 +251,7 @@ class ScriptedWorker(
                     )
                 else:
                     self.cancelled.append(request.cancel.ticket)
+                    self.wire.tell()
                     if task := tasks.get(request.cancel.ticket):
                         task.cancel()
         finally:
@@ -249,7 +261,7 @@ class ScriptedWorker(
 
     async def _rearm(self, rearm: decode_pb2.Rearm, decoding: asyncio.Task[None], send: Any) -> None:
         ticket, action = rearm.ticket, self.rearms.popleft() if self.rearms else ""
-        self.wire.log.append(f"{self.worker_id} rearm {rearm.attempt} by {rearm.prefill_worker_id}")
+        self.wire.note(f"{self.worker_id} rearm {rearm.attempt} by {rearm.prefill_worker_id}")
         if action == "hold":
             await self.gate.wait()
         if action == "silent":
@@ -264,7 +276,7 @@ class ScriptedWorker(
         else:
             self.wire.live[ticket] = rearm.attempt
             self.rearmed.append(spec_from_proto(rearm.sequence))
-            self.wire.log.append(f"{self.worker_id} rearmed {rearm.attempt}")
+            self.wire.note(f"{self.worker_id} rearmed {rearm.attempt}")
             await send(rearmed=decode_pb2.Rearmed(ticket=ticket, attempt=rearm.attempt, tokens_held=0))
 
     async def _decode(self, submit: decode_pb2.Submit, send: Any) -> None:
@@ -326,6 +338,7 @@ class ScriptedWorker(
     def _begin(self, ticket: str, spec: SequenceSpec) -> str:
         self.seen.append(spec)
         self.tickets.append(ticket)
+        self.wire.tell()
         self.live[ticket] = LAYOUT.blocks_for(len(spec.token_ids))
         self.idle.clear()
         self.tell()

@@ -21,12 +21,14 @@ def serve(
     logs: Path,
     *parts: ModelPart,
     prefix_caches: int = 0,
+    gateways: int = 0,
     per_worker: Mapping[str, Mapping[str, object]] | None = None,
     **options: Any,
 ) -> Cluster:
     """A Cluster of `parts` with settings that make tiny models cross every boundary: small blocks, chunks and pools."""
     settings = {**OPTIONS, **options}
-    return Cluster(parts, prefix_caches=prefix_caches, per_worker=per_worker, log_folder=logs, **settings)
+    counts = {"prefix_caches": prefix_caches, "gateways": gateways}
+    return Cluster(parts, per_worker=per_worker, log_folder=logs, **counts, **settings)
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 250) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from pdserve.client import Completion, FinishReason, Output
+from pdserve.client import Completion, FinishReason, Output, SyncClient
 from pdserve.core.errors import InvalidRequest, UnknownModel
 from pdserve.launch import ModelPart
 from pdserve.testing import Cluster
@@ -145,6 +145,34 @@ async def test_an_unknown_model_is_not_found(running: tuple[Cluster, Path]) -> N
     suite, _ = running
     with pytest.raises(UnknownModel, match="nobody"):
         await ask(suite, [1], model="nobody")
+
+
+async def test_the_blocking_client_sees_what_the_other_one_sees(running: tuple[Cluster, Path]) -> None:
+    suite, _ = running
+    options: Any = {"temperature": 0.9, "seed": 5, "max_tokens": 12, "ignore_eos": True, "request_id": "both"}
+
+    def ask() -> list[Any]:
+        with SyncClient(suite.endpoint) as client:
+            answer = client.complete("hello", **options)
+            tokens = client.tokenize("hello", token_bytes=True)
+            text = client.detokenize(tokens.ids)
+            told = [client.models(), tokens, text, client.traces(1)[0].request_id, client.trace("both").request.model]
+            measured = [model.model for model in client.stats().models]
+            workers = sorted(worker.worker_id for worker in client.fleet())
+            return [answer.token_ids, answer.text, *told, measured, workers]
+
+    blocking = await asyncio.to_thread(ask)
+    client = suite.client
+    answer = await client.complete("hello", **options)
+    tokens = await client.tokenize("hello", token_bytes=True)
+    text = await client.detokenize(tokens.ids)
+    [latest] = await client.traces(1)
+    trace = await client.trace("both")
+    told = [await client.models(), tokens, text, latest.request_id, trace.request.model]
+    measured = [model.model for model in (await client.stats()).models]
+    workers = sorted(worker.worker_id for worker in await client.fleet())
+    assert blocking == [answer.token_ids, answer.text, *told, measured, workers]
+    assert (text, latest.request_id, trace.request.model, measured) == ("hello", "both", "tiny", ["tiny"])
 
 
 async def test_many_at_once_with_random_cancels(running: tuple[Cluster, Path]) -> None:

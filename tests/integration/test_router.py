@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pdserve.client import Client, Finish, FinishReason, Output, PromptInfo
+from pdserve.client import NO_RETRIES, Client, Finish, FinishReason, Output, PromptInfo
 from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable, UnknownModel
 from pdserve.core.hashing import block_hashes, root_hash
 from pdserve.router.config import RouterSettings
@@ -41,19 +41,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Suite:
-    def __init__(self, client: Client, fleet: Fleet, service: InferenceService, endpoint: str) -> None:
+    def __init__(
+        self, client: Client, fleet: Fleet, service: InferenceService, endpoint: str, wires: Sequence[Wire]
+    ) -> None:
         self.client, self.fleet, self.service, self.endpoint = client, fleet, service, endpoint
+        self._listeners = [fleet.on_change, *(wire.on_change for wire in wires)]
 
     async def until(self, condition: Any) -> None:
-        """Wait, on changes of the fleet, until `condition()` holds."""
-        async with asyncio.timeout(PATIENCE):
-            while not condition():
-                changed = asyncio.Event()
-                self.fleet.on_change.append(changed.set)
-                try:
+        """Wait, on changes of the fleet and on what workers see, until `condition()` holds."""
+        changed = asyncio.Event()
+        for listeners in self._listeners:
+            listeners.append(changed.set)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                while not condition():
+                    changed.clear()
                     await changed.wait()
-                finally:
-                    self.fleet.on_change.remove(changed.set)
+        finally:
+            for listeners in self._listeners:
+                listeners.remove(changed.set)
 
     def no_accounts_open(self) -> bool:
         return all(
@@ -77,8 +83,9 @@ async def suite(folder: Path, *workers: ScriptedWorker, **settings: Any) -> Asyn
         fleet = await scope.enter_async_context(Fleet(options, models))
         await scope.enter_async_context(Links(fleet))
         service.start(models, fleet)
-        client = await scope.enter_async_context(Client(server.endpoint))
-        made = Suite(client, fleet, service, server.endpoint)
+        client = await scope.enter_async_context(Client(server.endpoint, retry=NO_RETRIES))
+        wires = {id(worker.wire): worker.wire for worker in workers}
+        made = Suite(client, fleet, service, server.endpoint, list(wires.values()))
         await made.until(lambda: all(worker.connected for worker in fleet.workers))
         yield made
         await made.until(made.no_accounts_open)
@@ -338,7 +345,7 @@ async def test_models_and_fleet_are_told(folder: Path) -> None:
     assert told == [("d0", "decode", True), ("p0", "prefill", True)]
 
 
-async def test_stages_sum_to_the_second_token_and_one_trace_spans_it_all(folder: Path) -> None:
+async def test_stages_are_told_and_one_trace_spans_it_all(folder: Path) -> None:
     exporter = InMemorySpanExporter()
     stop = setup_tracing("test", None, exporter)
     try:
@@ -355,7 +362,7 @@ async def test_stages_sum_to_the_second_token_and_one_trace_spans_it_all(folder:
     assert prefill.seen[0].traceparent.split("-")[1] == parent.split("-")[1]
     assert decode.seen[0].traceparent == prefill.seen[0].traceparent != parent
     stages = done.finish.usage.stages
-    assert stages.prefill_ms > 0 and stages.decode_wait_ms >= 0 and stages.reserve_ms > 0
+    assert stages.queue_ms > 0 and stages.reserve_ms + stages.prefill_ms > 0 and stages.decode_wait_ms >= 0
 
 
 async def test_an_endpoint_that_never_answers_is_waited_for_and_then_given_up(folder: Path) -> None:

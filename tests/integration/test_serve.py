@@ -40,7 +40,10 @@ async def pdserve(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 def flags(model: Path, logs: Path) -> list[str]:
-    options = {"--model": model, "--port": 0, "--device": "cpu", "--kv-cache-memory": "16MiB", "--log-dir": logs}
+    options = {
+        "--model": model, "--port": 0, "--http-port": 0, "--device": "cpu", "--kv-cache-memory": "16MiB",
+        "--log-dir": logs,
+    }  # fmt: skip
     return [str(part) for option in options.items() for part in option]
 
 

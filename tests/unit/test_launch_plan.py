@@ -136,3 +136,17 @@ def test_flags_for_a_worker_that_is_not_there() -> None:
 def test_model_names_must_differ() -> None:
     with pytest.raises(ConfigError, match="differ"):
         plan_suite([ModelPart(MODEL, "m", 1, 1), ModelPart(MODEL, "m", 1, 1)], TWO_CORES)
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"), [(None, [None] * 4), (0, ["0"] * 4), (9464, ["9464", "9465", "9466", "9467"])]
+)
+def test_metrics_take_ports_in_a_row_the_router_first(base: int | None, expected: list[str | None]) -> None:
+    part = ModelPart(MODEL, "m", prefill=1, decode=1)
+    suite = plan_suite([part], TWO_CORES, prefix_caches=1, metrics_port=base)
+    assert [flag(service, "metrics-port") for service in (suite.router, *suite.workers, *suite.caches)] == expected
+
+
+def test_metrics_ports_must_exist() -> None:
+    with pytest.raises(ConfigError, match="do not fit between port 65534 and 65535"):
+        plan_suite([ModelPart(MODEL, "m", 1, 1)], TWO_CORES, metrics_port=65534)

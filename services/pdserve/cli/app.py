@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli import demo, generate, models, probe, serve, status
+from pdserve.cli import config, demo, generate, models, probe, serve, simulate, status, top, trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -15,10 +15,14 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Serve large language models with prefill and decode on separate workers.",
 )
-app.command("serve", context_settings={"auto_envvar_prefix": "PDSERVE"})(serve.serve)
+app.command("serve", context_settings=serve.SETTINGS_CONTEXT)(serve.serve)
 app.command("generate")(generate.generate)
 app.command("status")(status.status)
+app.command("top")(top.top)
+app.command("trace")(trace.trace)
+app.command("simulate")(simulate.simulate)
 app.command("demo")(demo.demo)
+app.add_typer(config.app, name="config")
 app.add_typer(models.app, name="models")
 app.add_typer(probe.app, name="probe")
 

@@ -8,15 +8,20 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from pdserve.core.errors import ConfigError, PdserveError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pdserve.client import Retry
     from pdserve.launch import LaunchEvent
 
+Target = Annotated[str, typer.Option(envvar="PDSERVE_TARGET", help="The router, as host:port.")]
+DEFAULT_TARGET = "127.0.0.1:50051"
 PIPE_WIDTH = 160  # a pipe has no width to keep to
 INTERRUPTED = 130  # what shells expect after Ctrl-C
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
@@ -26,6 +31,11 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """Print one clear error to stderr and end with `code`."""
     typer.echo(f"pdserve: {message}", err=True)
     raise typer.Exit(code)
+
+
+def say_retry(retry: Retry) -> None:
+    """Say on stderr that a call failed and will be made again: for `Client(on_retry=...)`."""
+    typer.echo(f"pdserve: {retry.error}; trying again in {retry.delay:.1f} s", err=True)
 
 
 def run(main: Coroutine[Any, Any, None], *, interrupted: int = INTERRUPTED) -> None:
@@ -100,6 +110,16 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)
+
+
+def stdout_console() -> tuple[Console, bool]:
+    """stdout for rich, as wide as the terminal (or PIPE_WIDTH), and whether to keep to ASCII there."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        return Console(width=PIPE_WIDTH, highlight=False), True
+    return console, console.options.ascii_only
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pdserve.cli.serve import resolve_parts
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pdserve.client import Client, Finish
+    from pdserve.client import Client, Finish, Stages
 
 DEMO_MODEL = "smollm2-135m-instruct"
 DEFAULT_PROMPT = "Tell me about the ocean."
@@ -137,10 +137,12 @@ def answer_rows(answers: Sequence[Answer]) -> list[tuple[str, list[str]]]:
     return [
         ("time to first token", [ms(answer.ttft_ms) for answer in answers]),
         ("  queue", [ms(stage.queue_ms) for stage in stages]),
+        ("  reserve", [ms(stage.reserve_ms) for stage in stages]),
         ("  prefill", [ms(stage.prefill_ms) for stage in stages]),
-        ("  reserve (beside prefill)", [ms(stage.reserve_ms) for stage in stages]),
-        ("transfer exposed", [ms(stage.transfer_exposed_ms) for stage in stages]),
-        ("decode wait", [ms(stage.decode_wait_ms) for stage in stages]),
+        ("first gap", [ms(first_gap(stage)) for stage in stages]),
+        ("  transfer, not hidden", [ms(stage.transfer_exposed_ms) for stage in stages]),
+        ("  decode wait", [ms(stage.decode_wait_ms) for stage in stages]),
+        ("  first step", [ms(stage.first_step_ms) for stage in stages]),
         ("between tokens, p50", [ms(percentile(answer.gaps, 0.5)) for answer in answers]),
         ("between tokens, p99", [ms(percentile(answer.gaps, 0.99)) for answer in answers]),
         ("tokens in / out", [f"{usage.prompt_tokens} / {usage.completion_tokens}" for usage in usages]),
@@ -150,6 +152,11 @@ def answer_rows(answers: Sequence[Answer]) -> list[tuple[str, list[str]]]:
         ("prefill worker", [usage.prefill_worker or "-" for usage in usages]),
         ("decode worker", [usage.decode_worker or "-" for usage in usages]),
     ]
+
+
+def first_gap(stages: Stages) -> float:
+    """From the first token to the second, in milliseconds."""
+    return stages.transfer_exposed_ms + stages.decode_wait_ms + stages.first_step_ms
 
 
 def answer_table(answers: Sequence[Answer]) -> Table:

@@ -5,28 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdserve.cli.console import run
+from pdserve.cli.console import DEFAULT_TARGET, Target, run, say_retry
+from pdserve.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from pdserve.client import Event, Prompt
+    from pdserve.client import Event, EventStream, Finish, Prompt
 
-DEFAULT_TARGET = "127.0.0.1:50051"
+# For whoever asks from a terminal. The API's own default is all that fit: some models do not end by themselves.
+DEFAULT_MAX_TOKENS = 256
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
-    target: Annotated[str, typer.Option(help="The router, as host:port.")] = DEFAULT_TARGET,
+    target: Target = DEFAULT_TARGET,
     model: Annotated[str, typer.Option(help="May be left out where just one is served.")] = "",
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a chat message: use the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each event, a line each.")] = False,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="At most this many new tokens; default: all that fit.")
+        int | None,
+        typer.Option(min=0, help=f"At most this many new tokens; 0: all that fit. Default: {DEFAULT_MAX_TOKENS}."),
     ] = None,
     min_tokens: Annotated[int | None, typer.Option(min=0, help="No stop before this many.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -52,7 +54,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     options = {
         "model": model,
-        "max_tokens": max_tokens,
+        "max_tokens": DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens or None,
         "min_tokens": min_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -69,7 +71,7 @@ def generate(
         "cache_salt": cache_salt,
         "timeout": timeout,
     }
-    run(_generate(target, as_prompt(text, chat, system), options, as_json))
+    run(_generate(target, as_prompt(text, chat, system), options, as_json, by_default=max_tokens is None))
 
 
 def as_prompt(text: str, chat: bool, system: str | None) -> Prompt:
@@ -80,23 +82,42 @@ def as_prompt(text: str, chat: bool, system: str | None) -> Prompt:
     return [*messages, {"role": "user", "content": text}]
 
 
-async def _generate(target: str, prompt: Prompt, options: dict[str, Any], as_json: bool) -> None:
-    from pdserve.client import Client, Output
+async def _generate(target: str, prompt: Prompt, options: dict[str, Any], as_json: bool, by_default: bool) -> None:
+    """Print one answer. `by_default`: nobody asked for this max_tokens, so it gives way where it does not fit."""
+    from pdserve.client import Client, FinishReason
 
-    async with Client(target) as client, aclosing(client.generate(prompt, **options)) as events:
+    async with Client(target, on_retry=say_retry) as client:
+        try:
+            finish = await _print(client.generate(prompt, **options), as_json)
+        except InvalidRequest as error:
+            if not (by_default and error.field == "stopping.max_tokens"):
+                raise
+            finish = await _print(client.generate(prompt, **{**options, "max_tokens": None}), as_json)
+    if not as_json:
+        _write("\n")
+    if by_default and finish is not None and finish.reason is FinishReason.LENGTH:
+        typer.echo(f"stopped after {finish.usage.completion_tokens} tokens; --max-tokens says how many", err=True)
+
+
+async def _print(stream: EventStream, as_json: bool) -> Finish | None:
+    """Print events as they come, and return the last."""
+    from pdserve.client import Finish, Output
+
+    async with stream as events:
         async for event in events:
             if as_json:
                 _write(event_json(event) + "\n")
             elif isinstance(event, Output):
                 _write(event.text)
-    if not as_json:
-        _write("\n")
+            if isinstance(event, Finish):
+                return event
+    return None
 
 
 def event_json(event: Event) -> str:
-    """One line: {"event": "prompt" | "output" | "finish", ...} with the client's fields."""
+    """One line: {"event": "prompt" | "output" | "finish", ...} with the client's fields; bytes are lists of numbers."""
     kind = {"PromptInfo": "prompt", "Output": "output", "Finish": "finish"}[type(event).__name__]
-    return json.dumps({"event": kind, **dataclasses.asdict(event)}, ensure_ascii=False)
+    return json.dumps({"event": kind, **dataclasses.asdict(event)}, ensure_ascii=False, default=list)
 
 
 def _write(text: str) -> None:

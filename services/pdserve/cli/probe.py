@@ -56,23 +56,33 @@ def kv(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in a prompt.")] = 4000,
     rate: Annotated[float, typer.Option(min=0, help="Prompts a second.")] = 1.0,
     bandwidth: Annotated[
-        list[str], typer.Option(callback=_check_bandwidths, help="As 900GB/s or 200Gbit/s. Repeat for more.")
-    ] = list(DEFAULT_BANDWIDTHS),  # noqa: B006  nobody changes it
+        list[str],
+        typer.Option(
+            callback=_check_bandwidths,
+            help=f"As 900GB/s or 200Gbit/s. Repeat for more; default: {', '.join(DEFAULT_BANDWIDTHS)}.",
+        ),
+    ] = [],  # noqa: B006  nobody changes it
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Compute how much KV a prompt has, what bandwidth a rate of prompts needs, and how long one takes over a network.
 
     Kilo is 1000, as networks count. Times are those of the bytes alone: no latency, and nothing else on the network.
+    Ends with 1 where a --bandwidth does not carry the rate.
     """
+    reports: list[dict[str, Any]] = []
 
     async def main() -> None:
-        report = kv_report(await _shape(model, layers, kv_width, bits), tokens, rate, bandwidth)
+        shape = await _shape(model, layers, kv_width, bits)
+        reports.append(kv_report(shape, tokens, rate, bandwidth or DEFAULT_BANDWIDTHS))
+
+    run(main())
+    for report in reports:
         if as_json:
             typer.echo(json.dumps(report))
         else:
             _show(report)
-
-    run(main())
+        if bandwidth and any((link["headroom"] or 1) < 1 for link in report["bandwidths"]):
+            raise typer.Exit(1)
 
 
 def kv_report(shape: KvShape, tokens: int, rate: float, bandwidths: Sequence[str]) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.console import parse_size, run, show_table
-from pdserve.cli.generate import DEFAULT_TARGET
+from pdserve.cli.console import DEFAULT_TARGET, Target, parse_size, run, show_table
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.fabric import needed_bandwidth, say_bytes, say_rate, verdict
 
@@ -78,7 +77,7 @@ class PairReport:
 
 
 def links(
-    target: Annotated[str, typer.Option(help="The router, as host:port.")] = DEFAULT_TARGET,
+    target: Target = DEFAULT_TARGET,
     frame_bytes: Annotated[
         list[str], typer.Option(help="A size to measure, as 1MiB, capped by what links take. Repeat for more.")
     ] = [],  # noqa: B006  nobody changes it

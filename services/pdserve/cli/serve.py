@@ -2,117 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from pdserve.cli.console import fail, fetch_progress, parse_size, run, start_progress
+from pdserve.cli.console import fetch_progress, run, start_progress
 from pdserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pdserve.cli.serve_settings import ServeSettings
     from pdserve.launch import ModelPart, SuitePlan
 
-DEFAULT_PORT = 50051
+SETTINGS_CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+"""For typer: ServeSettings read the command line, so that it is one with environment and file."""
 
 
-def serve(
-    model: Annotated[
-        list[str],
-        typer.Option(help="Folder, hub id or smollm2-135m-instruct; NAME=MODEL to serve it as NAME. Repeat for more."),
-    ],
-    prefill: Annotated[
-        list[int], typer.Option(min=0, help="Prefill workers. Once for all models, or once for each.")
-    ] = [],  # noqa: B006  nobody changes it
-    decode: Annotated[
-        list[int], typer.Option(min=0, help="Decode workers. Once for all models, or once for each.")
-    ] = [],  # noqa: B006
-    colocated: Annotated[
-        list[int], typer.Option(min=0, help="Workers that do both, instead of prefill and decode ones.")
-    ] = [],  # noqa: B006
-    prefix_cache: Annotated[int, typer.Option(min=0, help="Prefix-cache services, shared by all workers.")] = 0,
-    prefix_cache_capacity: Annotated[str | None, typer.Option(help="Memory of each prefix cache, as 2GiB.")] = None,
-    host: Annotated[str, typer.Option(help="Address that the router listens on; loopback unless you say so.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The router's port; 0 takes a free one.")] = DEFAULT_PORT,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit for hub ids.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each worker; default: its share.")] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a KV block.")] = None,
-    kv_cache_memory: Annotated[str | None, typer.Option(help="KV cache of each worker, as 4GiB.")] = None,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory to use in all.")
-    ] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer, in tokens.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences that one worker runs at once.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in one engine step.")] = None,
-    lookahead_tokens: Annotated[int | None, typer.Option(min=1, help="Reserved beyond the prompt.")] = None,
-    attention_backend: Annotated[str | None, typer.Option(help="auto, torch or flash.")] = None,
-    kv_transport: Annotated[str | None, typer.Option(help="auto, nccl, cuda-ipc or gloo.")] = None,
-    kv_transfer_dtype: Annotated[
-        str | None, typer.Option(help="How KV travels: auto (as it is), or in one byte a number, int8 or fp8.")
-    ] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Only 1 works so far.")] = None,
-    otlp_endpoint: Annotated[str | None, typer.Option(help="Where traces go, as host:port.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder for the services' logs; default: a new one on a terminal, else stderr.")
-    ] = None,
-) -> None:
-    """Run a suite on this machine until Ctrl-C. If any part of it dies, all of it stops and the command fails.
+def serve(context: typer.Context) -> None:
+    """Run a suite on this machine until Ctrl-C. `pdserve serve --help` shows its settings."""
+    from pdserve.cli.serve_settings import ServeSettings
+    from pdserve.rpc.settings_sources import variable
 
-    Each option can also come from the environment: PDSERVE_MODEL, PDSERVE_PORT and so on.
-    """
-    from pdserve.launch import WorkerOptions
-
-    options = WorkerOptions(
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        block_size=block_size,
-        kv_cache_memory=parse_size(kv_cache_memory),
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        lookahead_tokens=lookahead_tokens,
-        attention_backend=attention_backend,
-        kv_transport=kv_transport,
-        kv_transfer_dtype=kv_transfer_dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        otlp_endpoint=otlp_endpoint,
-        log_level=log_level,
-    )
-    try:
-        counts = model_counts(len(model), prefill, decode, colocated)
-    except ConfigError as error:
-        fail(str(error), code=2)
+    settings = ServeSettings.load(context.args, program="pdserve serve")
+    log_dir = settings.log_dir
     if log_dir is None and sys.stderr.isatty():
         log_dir = Path(tempfile.mkdtemp(prefix="pdserve-logs-"))
-    capacity = parse_size(prefix_cache_capacity)
+    # What was said to this command in variables goes to its services as flags; they must not take it for their own.
+    for name in ServeSettings.model_fields:
+        os.environ.pop(variable(name), None)
 
     async def main() -> None:
-        from pdserve.launch import Machine, plan_suite
-
-        require_free(host, port)
-        parts = await resolve_parts(model, counts, revision)
-        plan = plan_suite(
-            parts,
-            Machine.here(),
-            options,
-            prefix_caches=prefix_cache,
-            prefix_cache_capacity=capacity,
-            host=host,
-            port=port,
-        )
-        await _serve(plan, log_dir)
+        await _serve(await _plan(settings), log_dir)
 
     try:
         run(main(), interrupted=0)
@@ -122,7 +49,29 @@ def serve(
         raise
 
 
-def require_free(host: str, port: int) -> None:
+async def _plan(settings: ServeSettings) -> SuitePlan:
+    """Fetch the models and divide this machine. Raises ConfigError, ModelError."""
+    from pdserve.launch import Machine, WorkerOptions, plan_suite
+
+    require_free(settings.host, settings.port)
+    for offset in range(settings.gateways if settings.http_port else 0):
+        require_free(settings.host, settings.http_port + offset, "--http-port")
+    options = {field.name: getattr(settings, field.name) for field in dataclasses.fields(WorkerOptions)}
+    return plan_suite(
+        await resolve_parts(settings.model, settings.counts, settings.revision),
+        Machine.here(),
+        WorkerOptions(**options),
+        prefix_caches=settings.prefix_cache,
+        prefix_cache_capacity=settings.prefix_cache_capacity,
+        gateways=settings.gateways,
+        host=settings.host,
+        port=settings.port,
+        http_port=settings.http_port,
+        metrics_port=settings.metrics_port,
+    )
+
+
+def require_free(host: str, port: int, option: str = "--port") -> None:
     """Raise ConfigError for an address that cannot be listened on, before anything is started for it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -130,7 +79,7 @@ def require_free(host: str, port: int) -> None:
         try:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; try another --port") from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; try another {option}") from error
 
 
 async def _serve(plan: SuitePlan, log_dir: Path | None) -> None:
@@ -146,28 +95,11 @@ async def _serve(plan: SuitePlan, log_dir: Path | None) -> None:
             suite = await stack.enter_async_context(Suite(plan, log_folder=log_dir, listener=listener))
         typer.echo(f"ready at {suite.endpoint}")
         typer.echo(f"try: pdserve generate 'Hello' --chat --target {suite.endpoint}", err=True)
+        for gateway in suite.gateways:
+            typer.echo(f"OpenAI API at http://{gateway.endpoint}/v1", err=True)
+        for name, url in suite.metrics.items():
+            typer.echo(f"metrics of {name} at {url}", err=True)
         raise await suite.wait_failed()
-
-
-def model_counts(
-    models: int, prefill: Sequence[int], decode: Sequence[int], colocated: Sequence[int]
-) -> list[tuple[int, int, int]]:
-    """(prefill, decode, colocated) for each model. Nothing asked for: one prefill and one decode worker each.
-
-    Raises ConfigError when an option is given neither once nor once for each model, or contradicts another.
-    """
-    columns = []
-    for name, given in (("prefill", prefill), ("decode", decode), ("colocated", colocated)):
-        if len(given) not in (0, 1, models):
-            raise ConfigError(
-                f"--{name} is given {len(given)} times for {models} models; say it once, or once for each"
-            )
-        columns.append(list(given) * models if len(given) == 1 else list(given) or [0] * models)
-    if not (prefill or decode or colocated):
-        columns[0] = columns[1] = [1] * models
-    if len(prefill) <= 1 and len(colocated) <= 1 and any(columns[2]) and (any(columns[0]) or any(columns[1])):
-        raise ConfigError("--colocated workers prefill for themselves: leave --prefill and --decode out")
-    return list(zip(*columns, strict=True))
 
 
 async def resolve_parts(

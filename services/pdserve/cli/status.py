@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.console import run, show_table
-from pdserve.cli.generate import DEFAULT_TARGET
+from pdserve.cli.console import DEFAULT_TARGET, Target, run, show_table
 from pdserve.core.fabric import say_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ WARNING = "!"
 
 
 def status(
-    target: Annotated[str, typer.Option(help="The router, as host:port.")] = DEFAULT_TARGET,
+    target: Target = DEFAULT_TARGET,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a worker, a line each.")] = False,
 ) -> None:
     """Show the workers: roles, load, KV blocks, and the tokens that this router has outstanding on each; then their KV
@@ -31,9 +30,9 @@ def status(
 
 
 async def _status(target: str, as_json: bool) -> None:
-    from pdserve.client import Client
+    from pdserve.client import NO_RETRIES, Client
 
-    async with Client(target) as client:
+    async with Client(target, retry=NO_RETRIES) as client:
         fleet = await client.fleet()
     if as_json:
         for worker in fleet:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count, repeat
 from pathlib import Path
 
 from pdserve.core.errors import ConfigError
 from pdserve.launch.machine import Machine
 
 GIB = 1 << 30
+MAX_PORT = 65535
 KV_MEMORY_SHARE = (
     0.5  # of what the machine has left beside weights; the rest is activations, buffers and everybody else
 )
@@ -105,6 +106,7 @@ class SuitePlan:
     caches: tuple[ServicePlan, ...]
     workers: tuple[ServicePlan, ...]
     router: ServicePlan
+    gateways: tuple[ServicePlan, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -122,24 +124,37 @@ def plan_suite(
     *,
     prefix_caches: int = 0,
     prefix_cache_capacity: int | None = None,
+    gateways: int = 0,
     host: str = "127.0.0.1",
     port: int = 0,
+    http_port: int = 0,
+    metrics_port: int | None = None,
     per_worker: Mapping[str, Mapping[str, object]] | None = None,
 ) -> SuitePlan:
     """Divide `machine` among the workers of `parts`. Raises ConfigError.
 
     Workers are named by role and number ("prefill-0"), with the model's name in front where there are several.
-    `per_worker` overrides a worker's flags by its name: {"decode-0": {"kv-cache-memory": 1 << 20}}. Each worker gets
-    its own cores while they last; memory for KV is divided evenly. Workers listen on loopback; `host` and `port` are
-    the router's. `prefix_cache_capacity` is in bytes, for each cache.
+    `per_worker` overrides a worker's flags by its name: {"decode-0": {"kv-cache-memory": 1 << 20}}, and those of
+    "router" and "gateway-0". Each worker gets its own cores while they last; memory for KV is divided evenly. Workers
+    listen on loopback; `host` and `port` are the router's, and `host` the gateways' too: they take `http_port` and the
+    ports that follow it, or any free ones (0).
+    Metrics are exported where `metrics_port` says: the router's there, the workers' and caches' at the ports that
+    follow it, or at any free ones (0). `prefix_cache_capacity` is in bytes, for each cache.
     """
     slots = _slots(parts)
-    if prefix_caches < 0:
-        raise ConfigError(f"prefix caches must be 0 or more, got {prefix_caches}")
+    for what, number in (("prefix caches", prefix_caches), ("gateways", gateways)):
+        if number < 0:
+            raise ConfigError(f"{what} must be 0 or more, got {number}")
+    last = (metrics_port or 0) + len(slots) + prefix_caches
+    if last > MAX_PORT:
+        raise ConfigError(f"the services' metrics do not fit between port {metrics_port} and {MAX_PORT}")
+    metrics = count(metrics_port) if metrics_port else repeat(metrics_port)
+    router_metrics = next(metrics)
     overrides = per_worker or {}
-    unknown = set(overrides) - {slot.name for slot in slots}
+    known = [*(slot.name for slot in slots), "router", *(f"gateway-{index}" for index in range(gateways))]
+    unknown = set(overrides) - set(known)
     if unknown:
-        raise ConfigError(f"flags for unknown workers {sorted(unknown)}; there are {[slot.name for slot in slots]}")
+        raise ConfigError(f"flags for unknown workers {sorted(unknown)}; there are {known}")
     devices = _devices(len(slots), machine, options.device)
     share, kv_memory = _memory(slots, machine, options, prefix_caches, on_gpu=devices[0].startswith("cuda"))
     cores = divide_cores([slot.module for slot in slots], machine.cores)
@@ -167,6 +182,7 @@ def plan_suite(
             "drain-seconds": DRAIN_SECONDS,
             "host": "127.0.0.1",
             "port": 0,
+            "metrics-port": next(metrics),
             **overrides.get(slot.name, {}),
         }
         cache = index % prefix_caches if prefix_caches else None
@@ -182,10 +198,17 @@ def plan_suite(
     for index in range(prefix_caches):
         name = f"prefix-cache-{index}"
         cache_flags = {"capacity": capacity, "worker-id": name, "host": "127.0.0.1", "port": 0, **common}
+        cache_flags["metrics-port"] = next(metrics)
         caches.append(ServicePlan("prefix_cache", name, _arguments(cache_flags)))
     models = tuple(flag for part in parts for flag in ("--model", f"{part.name}={part.path}"))
-    router = ServicePlan("router", "router", (*models, *_arguments({"host": host, "port": port, **common})))
-    return SuitePlan(tuple(caches), tuple(workers), router, tuple(notes))
+    router_flags = {"host": host, "port": port, "metrics-port": router_metrics, **common, **overrides.get("router", {})}
+    router = ServicePlan("router", "router", (*models, *_arguments(router_flags)))
+    doors = []
+    for index in range(gateways):
+        name = f"gateway-{index}"
+        door_flags = {"host": host, "port": http_port + index if http_port else 0, **common, **overrides.get(name, {})}
+        doors.append(ServicePlan("gateway", name, _arguments(door_flags)))
+    return SuitePlan(tuple(caches), tuple(workers), router, tuple(doors), tuple(notes))
 
 
 def divide_cores(modules: Sequence[str], cores: Sequence[int]) -> list[tuple[int, ...]]:

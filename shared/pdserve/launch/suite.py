@@ -41,6 +41,7 @@ class Suite:
         self.caches: list[Service] = []
         self.workers: list[Service] = []
         self.router: Service | None = None
+        self.gateways: list[Service] = []
         self.failure: SuiteFailed | None = None
         self._log_folder = log_folder
         self._listener = listener or (lambda event: None)
@@ -59,7 +60,13 @@ class Suite:
     @property
     def services(self) -> list[Service]:
         """Every process, in the order of starting."""
-        return [*self.caches, *self.workers, *([self.router] if self.router else [])]
+        return [*self.caches, *self.workers, *([self.router] if self.router else []), *self.gateways]
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """Where each process exports its metrics, as URLs by name; those that don't are left out."""
+        found = {service.name: str(service.details.get("metrics", "")) for service in self.services}
+        return {name: url for name, url in found.items() if url}
 
     async def __aenter__(self) -> Suite:
         if self._log_folder:
@@ -106,7 +113,8 @@ class Suite:
             await service.close()
 
     async def _start(self) -> None:
-        """Caches first (workers need their endpoints, and they are fast), the router while the workers still load."""
+        """Caches first (workers need their endpoints, and they are fast), the router while the workers still load, and
+        the gateways as soon as it listens."""
         for plan in self.plan.caches:
             self.caches.append(await self._launch(plan))
         await _all(*(cache.bound() for cache in self.caches))
@@ -116,6 +124,10 @@ class Suite:
         await _all(*(worker.bound() for worker in self.workers))
         flags = [flag for service in (*self.workers, *self.caches) for flag in ("--worker", service.endpoint)]
         self.router = await self._launch(self.plan.router, flags)
+        if self.plan.gateways:
+            await self.router.bound()
+        for plan in self.plan.gateways:
+            self.gateways.append(await self._launch(plan, ["--router", self.router.endpoint]))
         await _all(*(service.ready() for service in self.services))
 
     async def _launch(self, plan: ServicePlan, more: Sequence[str] = ()) -> Service:
