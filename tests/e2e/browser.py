@@ -47,10 +47,14 @@ class Browser:
 
     async def until(self, condition: str, patience: float = PATIENCE) -> Any:
         """Wait until a JavaScript expression is true, and return it. AssertionError after `patience` seconds."""
-        value = await asyncio.to_thread(
-            self._driver.execute_async_script, _UNTIL.replace("CONDITION", condition), patience * 1000
-        )
-        assert value, f"not in {patience} s: {condition}; the page says: {await self.text('body')}"
+        script = _UNTIL.replace("CONDITION", condition)
+
+        def wait() -> Any:
+            self._driver.set_script_timeout(patience + 10)
+            return self._driver.execute_async_script(script, patience * 1000)
+
+        value = await asyncio.to_thread(wait)
+        assert value, f"not in {patience} s: {condition}; the page says: {await self.text('main')}"
         return value
 
     async def text(self, selector: str) -> str:
@@ -99,7 +103,6 @@ async def chromium() -> AsyncIterator[Browser]:
     service = webdriver.ChromeService(driver_binary)
     driver = await asyncio.to_thread(lambda: webdriver.Chrome(options=options, service=service))
     try:
-        driver.set_script_timeout(PATIENCE + 10)
         yield Browser(driver)
     finally:
         await asyncio.to_thread(driver.quit)

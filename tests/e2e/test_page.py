@@ -6,8 +6,6 @@ The model recites (see reciter), so that answers are known, and long enough to b
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,9 +14,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from pdserve.gateway.app import create_app
+from pdserve.gateway.config import GatewaySettings
+from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.gateway.routers import Routers
+from pdserve.gateway.server import HttpServer
 from pdserve.testing import Cluster
 from tests.e2e.browser import ENTER, ESCAPE, TAB, Browser, chromium
 from tests.e2e.reciter import make_reciter
+from tests.integration import raw_http
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
@@ -72,25 +76,13 @@ async def ask(browser: Browser, prompt: str, max_tokens: int) -> None:
     await browser.type("#prompt", prompt, ENTER)
 
 
-async def call(url: str, body: dict[str, Any] | None = None) -> tuple[dict[str, str], bytes]:
-    """What GET, or POST with a body, answers: headers and content."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
-
-    def send() -> tuple[dict[str, str], bytes]:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return dict(response.headers), response.read()
-
-    return await asyncio.to_thread(send)
-
-
 async def test_an_answer_arrives_piece_by_piece_and_is_the_api_s_own(page: Page) -> None:
     """What the page shows is what /v1/chat/completions says, in many pieces, and none of it becomes HTML."""
     cluster, browser = page
     await ask(browser, "Recite <b>this</b>.", 40)
     assert await browser.until(ENDED) == "length"
     body = {"messages": [{"role": "user", "content": "Recite <b>this</b>."}], "max_tokens": 40}
-    answer = json.loads((await call(f"{cluster.http}/v1/chat/completions", body))[1])
+    answer = (await raw_http.ask(f"{cluster.http}/v1/chat/completions", body)).json
     assert await browser.text(".answer .text") == answer["choices"][0]["message"]["content"] == RECITED * 4
     assert await browser.text(".asked") == "Recite <b>this</b>."
     assert await browser.run("return document.querySelectorAll('.token').length") > 10
@@ -167,10 +159,9 @@ async def test_the_browser_is_told_to_run_nothing_but_our_files(page: Page) -> N
     """The policy is sent and in force: no inline script, no HTML from strings, no other origin."""
     cluster, browser = page
     for path in ("/", "/page/main.js", "/page/style.css", "/page/favicon.svg"):
-        headers, _ = await call(cluster.http + path)
+        headers = (await raw_http.ask(cluster.http + path)).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy
-        assert headers["x-content-type-options"] == "nosniff"
     inline = "const made = document.createElement('script'); made.append('window.ran = 1'); document.body.append(made);"
     assert await browser.run(f"try {{ {inline} }} catch {{}} return window.ran === undefined")
     place = "document.getElementById('said')"
@@ -222,3 +213,22 @@ async def test_a_killed_worker_shows_as_gone(model: Path, tmp_path: Path) -> Non
         await browser.until("document.getElementById('health').textContent.includes('gone')")
         await ask(browser, "Recite.", 10)
         assert await browser.until(ENDED) == "length"
+
+
+async def test_it_says_what_to_do_when_nothing_answers() -> None:
+    """A router that is not there, then a gateway that has gone: each is named, with the command that brings it back."""
+    settings = GatewaySettings.load(["--port", "0", "--router", "127.0.0.1:9"])
+    async with chromium() as browser:
+        async with HttpServer(settings) as server, Routers(settings.router) as routers:
+            serving = asyncio.create_task(server.serve(create_app(routers, settings, GatewayMetrics())))
+            try:
+                await browser.open(f"http://{server.endpoint}")
+                await browser.until("document.getElementById('banner').textContent.includes('--router')")
+                assert "does not answer" in await browser.text("#banner")
+                assert await browser.text("#health") == "Router unreachable"
+                assert await browser.run("return document.getElementById('send').disabled")
+            finally:
+                server.stop_requested.set()
+                await serving
+        await browser.until("document.getElementById('health').textContent === 'Gateway unreachable'")
+        assert "pdserve serve" in await browser.text("#banner")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from pdserve.client import NO_RETRIES, Client, Finish, FinishReason, Output, PromptInfo
+from pdserve.client import NO_RETRIES, Client, Finish, FinishReason, Output, PromptInfo, Retry
 from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable, UnknownModel
 from pdserve.core.hashing import block_hashes, root_hash
 from pdserve.router.config import RouterSettings
@@ -243,6 +243,31 @@ async def test_a_full_fleet_queues_and_a_full_queue_refuses(folder: Path) -> Non
                 await made.client.complete("z", timeout=PATIENCE)
             step.set()
             assert (await second).text == "h"
+
+
+async def test_a_client_that_comes_back_when_it_was_told_to_is_answered(folder: Path) -> None:
+    """The refusal of a full queue names a time; by then the others are done."""
+    step = asyncio.Event()
+    decode = ScriptedWorker("d0", "decode", Wire(), total_blocks=4, max_model_len=40, step=step)
+    told: list[Retry] = []
+
+    def refused(retry: Retry) -> None:
+        told.append(retry)
+        step.set()
+
+    async with (
+        suite(folder, decode, max_queue=1) as made,
+        Client(made.endpoint, on_retry=refused) as patient,
+        made.client.generate("x" * 30, timeout=PATIENCE) as first,
+    ):
+        while not isinstance(await anext(first), Output):
+            pass
+        second = asyncio.create_task(made.client.complete("y" * 39, timeout=PATIENCE))
+        await made.until(lambda: made.service.waiting("tiny") == 1)
+        done = await patient.complete("z", max_tokens=3)
+        await second
+    assert done.text == "hel" and len(told) == 1
+    assert isinstance(told[0].error, NoCapacity) and told[0].delay == told[0].error.retry_after
 
 
 async def test_a_cancelled_request_is_freed_everywhere(folder: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.client import Client
 from pdserve.core.errors import InvalidRequest
+from tests.integration.scraping import read
 from tests.tiny_models import make_tiny_model
 
 PATIENCE = 60.0
@@ -118,8 +119,11 @@ async def test_everything_ends_with_it(model: Path, tmp_path: Path, end: signal.
 
 
 async def test_a_dead_worker_ends_the_whole_suite(model: Path, tmp_path: Path) -> None:
-    async with pdserve("serve", *flags(model, tmp_path), "--prefill", "1", "--decode", "1") as process:
+    more = ("--prefill", "1", "--decode", "1", "--metrics-port", "0")
+    async with pdserve("serve", *flags(model, tmp_path), *more) as process:
         await read_until(process, r"127\.0\.0\.1:\d+\s*$")
+        metrics = (await read_until(process, r"metrics of router at (http://\S+)$"))[1]
+        assert 'role="decode",state="connected"} 1.0' in await read(metrics)
         family = children(process.pid)
         victim = next(pid for pid in family if "pdserve.decode" in command_line(pid))
         os.kill(victim, signal.SIGKILL)

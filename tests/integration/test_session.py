@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from pdserve.client import Completion, Event, EventStream, Finish, Output, PromptInfo, Session
+from pdserve.client import (
+    Completion,
+    Event,
+    EventStream,
+    Finish,
+    Output,
+    PromptInfo,
+    Session,
+    SyncClient,
+    Tokenization,
+)
 from pdserve.client.exchange import Collector
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable, UnknownModel
 from pdserve.launch import ModelPart
@@ -102,3 +112,26 @@ async def test_a_lost_router_is_unavailable_for_all(cluster: Cluster) -> None:
         with pytest.raises(Unavailable):
             await collect(session.generate("hello"))
     await cluster.assert_all_free()
+
+
+async def test_both_clients_tokenize_as_generate_does(cluster: Cluster) -> None:
+    """Ids, their bytes, and back; a chat is what its template makes of it."""
+    given, chat = "Gr\u00fc\u00dfe \U0001f600", [{"role": "user", "content": "hello"}]
+    found = await cluster.client.tokenize(given, token_bytes=True)
+    assert (found.ids, b"".join(found.token_bytes)) == (tuple(given.encode()), given.encode())
+    assert await cluster.client.detokenize(found.ids) == given
+    with_special = (await cluster.client.tokenize(chat)).ids
+    assert len(with_special) == (await cluster.client.complete(chat, max_tokens=1)).prompt.prompt_tokens
+    plain = await cluster.client.detokenize(with_special, skip_special_tokens=True)
+    assert "<|im_start|>" in await cluster.client.detokenize(with_special) and "<|im_start|>" not in plain
+
+    def blocking() -> tuple[Tokenization, str]:
+        with SyncClient(cluster.endpoint) as client:
+            return client.tokenize(given, token_bytes=True), client.detokenize(found.ids)
+
+    assert await asyncio.to_thread(blocking) == (found, given)
+    with pytest.raises(InvalidRequest) as error:
+        await cluster.client.detokenize([10_000])
+    assert error.value.field == "ids"
+    with pytest.raises(UnknownModel):
+        await cluster.client.tokenize("a", model="nobody")

@@ -70,6 +70,18 @@ def test_prefix_caches_are_dealt_out_in_turn() -> None:
     assert [worker.cache for worker in plan(prefill=1, decode=1).workers] == [None, None]
 
 
+def test_gateways_follow_their_port_and_listen_where_the_router_does() -> None:
+    part = ModelPart(MODEL, "m", colocated=1)
+    suite = plan_suite([part], TWO_CORES, gateways=2, host="10.0.0.1", port=7, http_port=8000)
+    assert [(one.module, one.name) for one in suite.gateways] == [("gateway", "gateway-0"), ("gateway", "gateway-1")]
+    assert [flag(one, "port") for one in suite.gateways] == ["8000", "8001"]
+    assert {flag(one, "host") for one in suite.gateways} == {"10.0.0.1"}
+    assert [flag(one, "port") for one in plan_suite([part], TWO_CORES, gateways=2).gateways] == ["0", "0"]
+    assert plan_suite([part], TWO_CORES).gateways == ()
+    with pytest.raises(ConfigError, match="gateways must be 0 or more"):
+        plan_suite([part], TWO_CORES, gateways=-1)
+
+
 def test_kv_memory_is_a_share_of_what_the_weights_leave() -> None:
     machine = Machine((0, 1), 3 * GIB)
     part = ModelPart(MODEL, "m", prefill=1, decode=1, weight_bytes=GIB)
@@ -98,6 +110,15 @@ def test_flags_of_one_worker() -> None:
     overrides = {"decode-0": {"kv-cache-memory": 4096}}
     suite = plan_suite([ModelPart(MODEL, "m", 1, 1)], TWO_CORES, per_worker=overrides)
     assert [flag(worker, "kv-cache-memory") == "4096" for worker in suite.workers] == [False, True]
+
+
+def test_flags_of_router_and_gateway() -> None:
+    overrides = {"router": {"max-queue": 1}, "gateway-0": {"max-prompts": 2}}
+    suite = plan_suite([ModelPart(MODEL, "m", 1, 1)], TWO_CORES, gateways=1, per_worker=overrides)
+    assert suite.router.arguments[-2:] == ("--max-queue", "1")
+    assert flag(suite.gateways[0], "max-prompts") == "2"
+    with pytest.raises(ConfigError, match="gateway-0"):
+        plan_suite([ModelPart(MODEL, "m", 1, 1)], TWO_CORES, per_worker={"gateway-0": {}})
 
 
 @pytest.mark.parametrize(

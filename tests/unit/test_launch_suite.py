@@ -63,6 +63,17 @@ async def test_a_suite_starts_in_order_and_stops_whole(tmp_path: Path) -> None:
     assert suite.failure is None
 
 
+async def test_gateways_are_told_the_router_and_stop_with_the_rest(tmp_path: Path) -> None:
+    doors = (service("door-0", 21), service("door-1", 22))
+    plan = SuitePlan((), (service("worker", 2),), service("router", 9), doors)
+    async with Suite(plan, log_folder=tmp_path) as suite:
+        assert [one.endpoint for one in suite.gateways] == ["127.0.0.1:21", "127.0.0.1:22"]
+        services = suite.services
+        assert [one.name for one in services] == ["worker", "router", "door-0", "door-1"]
+    assert "--router 127.0.0.1:9" in (tmp_path / "door-1.log").read_text()
+    assert [one.returncode for one in services] == [-signal.SIGTERM] * 4
+
+
 async def test_a_service_that_fails_to_start_is_named_with_its_words_and_log(tmp_path: Path) -> None:
     suite = suite_of(tmp_path, service("good", 2), service("bad", 3, "--fail", "no such model"))
     with pytest.raises(SuiteFailed, match=r"(?s)bad .*no such model.*arguments --port 3"):

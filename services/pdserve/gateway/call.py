@@ -75,7 +75,8 @@ class Calls:
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                message["headers"].append((b"x-request-id", call.id.encode("latin-1")))
+                # A new list: the message's may be a response's own, which is sent more than once.
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", call.id.encode("latin-1"))]}
             await send(message)
 
         try:

@@ -15,7 +15,8 @@ from pdserve.core.trace import Row, arrange
 def describe_request(request: RequestSummary) -> dict[str, Any]:
     """Its fields, with `arrived_ms` (Unix time) for `arrived_ns`."""
     fields = asdict(request)
-    return {**fields, "arrived_ms": fields.pop("arrived_ns") / 1e6}
+    arrived_ns = fields.pop("arrived_ns")
+    return {**fields, "arrived_ms": arrived_ns / 1e6}
 
 
 def describe_trace(trace: Trace) -> dict[str, Any]:

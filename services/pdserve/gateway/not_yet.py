@@ -15,6 +15,7 @@ GENERATE: Neutral = {
     "n": (1,),
     "best_of": (1,),
     "store": (False,),
+    "request_id": (),  # the header x-request-id is the way
     "service_tier": ("auto", "default"),
     "prompt_cache_retention": (),
     "use_beam_search": (False,),

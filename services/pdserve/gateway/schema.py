@@ -5,7 +5,7 @@ A field that is null counts as left out. Ranges are the router's to check, so th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -130,7 +130,6 @@ class GenerateBody(Body):
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)] | None = None
-    request_id: str | None = None
 
 
 class ChatBody(GenerateBody):
@@ -162,6 +161,3 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     tokens: list[TokenId]
-
-
-Operation = Literal["chat", "text_completion"]

@@ -23,6 +23,8 @@ from pdserve.rpc.settings import ServiceSettings
 log = structlog.get_logger(__name__)
 
 _BACKLOG = 2048
+# Seconds. Longer than clients keep idle connections, so that none sends on one that is being closed.
+_KEEP_ALIVE = 75
 
 
 class HttpFailed(PdserveError):
@@ -89,6 +91,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=math.ceil(self._settings.drain_seconds),
         )
         server = _Server(config)

@@ -24,14 +24,14 @@ Part = tuple[trace_pb2.TraceSource, list[trace_pb2.Span]]
 
 async def gather(record: Record, fleet: Fleet) -> inference_pb2.GetTraceResponse:
     """Ask everybody who may have spans of `record`'s request. Who has no answer in time is named in it."""
-    summary = record.summary()
+    record.summary()  # takes in which workers it was placed on by now
     known = {worker.worker_id: worker for worker in sorted(fleet.workers, key=lambda worker: worker.connected)}
     caches = [worker_id for worker_id, worker in known.items() if _role(worker) == worker_pb2.ROLE_PREFIX_CACHE]
     parts = await asyncio.gather(
         *(_ask(worker_id, known.get(worker_id), record.trace_id) for worker_id in (*record.workers, *caches))
     )
     # Afterwards, so that what ended meanwhile is not open here and over there.
-    response = inference_pb2.GetTraceResponse(request=summary)
+    response = inference_pb2.GetTraceResponse(request=record.summary())
     spans, dropped = recent_spans(record.trace_id) or ([], 0)
     response.spans.extend(map(span_to_proto, spans))
     if (running := record.open_span()) is not None:

@@ -66,11 +66,13 @@ class Histogram:
     def quantile(self, share: float) -> float:
         """The value that `share` of all do not exceed (nearest rank); 0 without values."""
         rank, seen = max(1, math.ceil(share * self.count)), 0
+        if rank >= self.count:
+            return self.greatest
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
             if seen >= rank:
-                return min(self.greatest, math.exp(bucket * _GROWTH) * _HALF) if seen < self.count else self.greatest
-        return 0.0
+                return min(self.greatest, math.exp(bucket * _GROWTH) * _HALF)
+        raise AssertionError("fewer values than were counted")
 
     def quantiles(self) -> Quantiles:
         if not self.count:

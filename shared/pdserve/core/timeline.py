@@ -47,11 +47,6 @@ class Stamps:
     stepping: int = 0
     second: int = 0
 
-    @property
-    def complete(self) -> int:
-        """When the decode worker had all KV, as far as somebody waited for it: not before the first token."""
-        return max(self.first, self.ready)
-
     def stages(self) -> Stages:
         """Cut the time up. Whatever the stamps are, the sums are exact: first - arrived, and second - first."""
         if not self.first:

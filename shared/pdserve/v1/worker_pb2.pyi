@@ -260,7 +260,7 @@ class WorkerLoad(_message.Message):
     pending_prefill_tokens: _builtins.int
     """Prompt tokens that wait to be computed."""
     steps: _builtins.int
-    """Steps since the worker started, as are the counts below."""
+    """Steps since the worker started. The counts below begin there too."""
     preemptions: _builtins.int
     """Sequences that lost their blocks to others."""
     kv_bytes_sent: _builtins.int

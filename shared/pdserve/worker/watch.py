@@ -127,19 +127,21 @@ class WatchBoard:
         watcher = _Watcher(self.stored)
         self._watchers.add(watcher)
         try:
+            told_draining = self.draining
             yield worker_pb2.WatchResponse(snapshot=self.snapshot)
             sequence, loop = 0, asyncio.get_running_loop()
             pace = asyncio.Event()
             while True:
-                with suppress(TimeoutError):  # nothing new: the delta below is a heartbeat
-                    async with asyncio.timeout(HEARTBEAT):
-                        await watcher.news.wait()
-                if self._closed:
+                if not self._closed:
+                    with suppress(TimeoutError):  # nothing new: the delta below is a heartbeat
+                        async with asyncio.timeout(HEARTBEAT):
+                            await watcher.news.wait()
+                if self._closed and told_draining == self.draining:  # who goes in order has said so before
                     raise Unavailable("the worker is stopping")
                 if len(watcher.changes) > watcher.limit:
                     raise RpcError(grpc.StatusCode.ABORTED, "this watcher lags too far behind; watch again")
                 stored, removed = watcher.take()
-                sequence += 1
+                sequence, told_draining = sequence + 1, self.draining
                 delta = worker_pb2.WorkerDelta(
                     sequence=sequence,
                     load=self.load,

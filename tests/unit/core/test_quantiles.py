@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdserve.core.quantiles import Histogram, Quantiles, Window, quantiles_of
 
 
 @given(st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=200))
+@example([1.0] * 8 + [6046.0, 6173.0])  # the last two share a bucket
 def test_a_histogram_is_within_its_bucket_of_the_exact_quantiles(values: list[float]) -> None:
     histogram = Histogram()
     for value in values:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import urllib.request
 from typing import Any
 
 import grpc.aio
@@ -19,6 +20,8 @@ from pdserve.rpc.channel import connect
 from pdserve.rpc.launcher import Launcher
 from pdserve.rpc.server import GrpcServer, Service, ServiceFailed, advertised_host, join_host_port
 from pdserve.rpc.settings import ServiceSettings
+from pdserve.telemetry.export import Metrics
+from pdserve.telemetry.metrics import CollectorRegistry, count
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker.watch import WatchBoard, WorkerServicer
 
@@ -66,6 +69,25 @@ async def test_a_taken_port_is_a_clear_error() -> None:
         with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: address already in use"):
             async with GrpcServer(ServiceSettings(port=port), services()):
                 pass
+
+
+async def test_metrics_are_exported_from_binding_to_the_end() -> None:
+    """Before a worker's model is loaded, too: that is when one wonders what it does."""
+    registry = CollectorRegistry()
+    count(registry, "things_total", "Things.").inc()
+    settings = ServiceSettings(metrics_port=0)
+    async with GrpcServer(settings, services(), Metrics(registry, "test")) as server:
+        assert server.metrics_url is not None
+        with await asyncio.to_thread(urllib.request.urlopen, server.metrics_url, timeout=5) as page:
+            assert "pdserve_things_total 1.0" in page.read().decode()
+        taken = ServiceSettings(metrics_port=int(server.metrics_url.rsplit(":", 1)[1].removesuffix("/metrics")))
+        with pytest.raises(ConfigError, match=f"cannot serve metrics at 127.0.0.1:{taken.metrics_port}"):
+            async with GrpcServer(taken, services(), Metrics(registry, "test")):
+                pass
+    with pytest.raises(OSError):
+        await asyncio.to_thread(urllib.request.urlopen, server.metrics_url, timeout=5)
+    async with GrpcServer(ServiceSettings(), services(), Metrics(registry, "test")) as quiet:
+        assert quiet.metrics_url is None
 
 
 async def test_drain_runs_callbacks_before_the_end_and_shows_not_serving() -> None:

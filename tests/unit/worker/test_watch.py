@@ -175,6 +175,18 @@ async def test_watching_before_the_start_and_after_the_end_is_unavailable() -> N
             await following(updates)
 
 
+async def test_who_leaves_in_order_says_so_before_the_end() -> None:
+    """Also where both come at once, as with an idle worker."""
+    board = started()
+    async with aclosing(board.watch()) as updates:  # type: ignore[type-var]
+        assert not (await following(updates)).snapshot.draining
+        board.set_draining()
+        board.close()
+        assert (await following(updates)).delta.draining
+        with pytest.raises(Unavailable, match="stopping"):
+            await following(updates)
+
+
 async def test_over_grpc_drain_is_told_and_a_foreign_version_is_refused() -> None:
     board = started()
 

@@ -30,8 +30,14 @@ export class Answer {
     this.stages = h("div", { class: "stagebar" });
     this.path = h("button", { class: "path", type: "button", onclick: open }, this.route, this.stages);
     setText(this.route.firstChild, "Waiting for a worker");
-    this.element = h("article", { class: "answer", "aria-busy": "true", "aria-label": "Answer", "data-request": id },
-      this.body, this.pulse, this.facts, this.path);
+    this.element = h(
+      "article",
+      { class: "answer", "aria-busy": "true", "aria-label": "Answer", "data-request": id },
+      this.body,
+      this.pulse,
+      this.facts,
+      this.path,
+    );
   }
 
   /** A piece of text arrived at `now` (ms). */
@@ -63,13 +69,22 @@ export class Answer {
   traced(trace) {
     const { workers, moved, link } = summaryOf(trace);
     const names = workers.length ? workers : ["router"];
-    const children = names.flatMap((name, index) => [index ? h("span", { class: "arrow" }, " → ") : "", h("b", {}, name)]);
+    const children = names.flatMap((name, index) => [
+      index ? h("span", { class: "arrow" }, " → ") : "",
+      h("b", {}, name),
+    ]);
     this.route.firstChild.replaceChildren(...children);
     const over = link ? ` over ${link}` : "";
     setText(this.route.lastChild, moved ? `${bytes(moved)} of KV${over}` : "Open the waterfall");
-    keyed(this.stages, stagesOf(trace), (stage) => stage.title, () => h("i"), (bar, stage) => {
-      set(bar, { "data-kind": stage.kind, "--share": stage.share, title: `${stage.title}: ${duration(stage.ms)}` });
-    });
+    keyed(
+      this.stages,
+      stagesOf(trace),
+      (stage) => stage.title,
+      () => h("i"),
+      (bar, stage) => {
+        set(bar, { "data-kind": stage.kind, "--share": stage.share, title: `${stage.title}: ${duration(stage.ms)}` });
+      },
+    );
   }
 
   /** Bring pulse and figures up to date: once a frame, however fast pieces come. */
@@ -86,12 +101,19 @@ export class Answer {
       ["ITL", this.gaps.length ? `${duration(this.median)} p50, ${duration(percentile(this.gaps, 0.99))} p99` : null],
       ["Rate", seconds > 0 ? `${rate(((tokens ?? pieces) - 1) / seconds)} tok/s` : null],
       ["Answer", tokens === undefined ? (pieces ? `${count(pieces)} pieces` : null) : `${count(tokens)} tokens`],
-      ["Prompt", this.usage ? `${count(this.usage.prompt_tokens)} tokens${cached ? `, ${count(cached)} cached` : ""}` : null],
+      [
+        "Prompt",
+        this.usage ? `${count(this.usage.prompt_tokens)} tokens${cached ? `, ${count(cached)} cached` : ""}` : null,
+      ],
       ["End", this.end ? (ENDS[this.end] ?? this.end) : null],
     ];
-    keyed(this.facts, facts.filter(([, value]) => value !== null), ([name]) => name,
+    keyed(
+      this.facts,
+      facts.filter(([, value]) => value !== null),
+      ([name]) => name,
       ([name]) => h("div", { "data-fact": name }, h("dt", {}, name), h("dd")),
-      (place, [, value]) => setText(place.lastChild, value));
+      (place, [, value]) => setText(place.lastChild, value),
+    );
     this.drawn();
   }
 }

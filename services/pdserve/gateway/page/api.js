@@ -41,8 +41,8 @@ export async function* stream(path, body, id, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) throw new ApiError("the answer broke off: the gateway closed the connection");
+    const { done, value } = await reader.read().catch(breakOff);
+    if (done) breakOff();
     const events = (rest + value).split(/\r?\n\r?\n/);
     rest = events.pop();
     for (const data of events.map(dataOf).filter(Boolean)) {
@@ -52,6 +52,12 @@ export async function* stream(path, body, id, signal) {
       yield event;
     }
   }
+}
+
+/** An end before the end. Being stopped is no failure, and stays what it is. */
+function breakOff(error) {
+  if (error?.name === "AbortError") throw error;
+  throw new ApiError("the answer broke off: the connection to the gateway was lost");
 }
 
 async function send(path, options) {
@@ -68,7 +74,10 @@ async function send(path, options) {
 }
 
 async function refusal(response) {
-  const error = await response.json().then((answer) => answer.error ?? {}, () => ({}));
+  const error = await response.json().then(
+    (answer) => answer.error ?? {},
+    () => ({}),
+  );
   return new ApiError(error.message ?? `${response.status} ${response.statusText}`, response.status, error.type);
 }
 

@@ -32,7 +32,9 @@ function latency(name, values, target) {
   const late = seen && target && values.p99_ms > target;
   figure(name, number, unit ? `${unit} p50` : "", seen ? values.p50_ms : undefined, [
     `p99 ${seen ? duration(values.p99_ms) : UNKNOWN}`,
-    target ? [seen ? (late ? "bad" : "good") : "", ` · ${late ? "over" : seen ? "within" : "target"} ${duration(target)}`] : "",
+    target
+      ? [seen ? (late ? "bad" : "good") : "", ` · ${late ? "over" : seen ? "within" : "target"} ${duration(target)}`]
+      : "",
   ]);
 }
 
@@ -80,7 +82,7 @@ function remember(name, value) {
 function draw(svg, points) {
   const top = Math.max(...points, 0) || 1;
   const step = 100 / (Math.max(FEW, points.length) - 1);
-  const places = points.map((value, index) => value === null ? null : [index * step, 23 - (22 * value) / top]);
+  const places = points.map((value, index) => (value === null ? null : [index * step, 23 - (22 * value) / top]));
   const lines = [[]];
   for (const place of places) place ? lines.at(-1).push(place) : lines.push([]);
   const drawn = lines.filter((line) => line.length > 1);

@@ -12,18 +12,29 @@ const GUTTER = { plain: 28, wired: 150 }; // px between pools; a wire's tag need
 let links = [];
 let told = 0; // when, in ms
 
-/** Show what /pdserve/v1/fleet said at `now` (ms). */
-export function showFleet({ workers }, now) {
+/** Show the workers that /pdserve/v1/fleet told at `now` (ms). */
+export function showFleet(workers, now) {
   links = linksOf(workers, links, told ? (now - told) / 1000 : 0);
   told = now;
   const pools = poolsOf(workers);
   const several = new Set(workers.map((worker) => worker.model).filter(Boolean)).size > 1;
   showEmpty(workers);
   layOut(pools);
-  keyed(byId("pools"), pools, (pool) => pool.pool, makePool, (section, pool) => updatePool(section, pool, several));
+  keyed(
+    byId("pools"),
+    pools,
+    (pool) => pool.pool,
+    makePool,
+    (section, pool) => updatePool(section, pool, several),
+  );
   byId("links").hidden = !links.length;
   keyed(byId("link-rows"), links, (link) => link.key, makeLink, updateLink);
   setText(byId("fleet-line"), summary(workers));
+  redrawFleet();
+}
+
+/** The same on another screen. */
+export function redrawFleet() {
   drawWires(byId("wires"), byId("pools"), links);
 }
 
@@ -54,14 +65,26 @@ function updatePool(section, { pool, title, workers, column }, several) {
   const [heading, members] = section.children;
   setText(heading.children[0], title);
   setText(heading.children[1], plural(workers.length, "worker"));
-  keyed(members, workers, (worker) => worker.endpoint, makeWorker, (card, worker) => updateWorker(card, worker, several));
+  keyed(
+    members,
+    workers,
+    (worker) => worker.endpoint,
+    makeWorker,
+    (card, worker) => updateWorker(card, worker, several),
+  );
 }
 
 function makeWorker() {
-  return h("article", { class: "worker" },
+  return h(
+    "article",
+    { class: "worker" },
     h("div", { class: "who" }, h("b"), h("span", { class: "state" })),
     h("div", { class: "serves" }),
-    h("div", { class: "blocks", role: "img" }, ["owned", "reserved", "cached"].map((state) => h("i", { "data-state": state }))),
+    h(
+      "div",
+      { class: "blocks", role: "img" },
+      ["owned", "reserved", "cached"].map((state) => h("i", { "data-state": state })),
+    ),
     h("div", { class: "load" }, h("span"), h("span")),
   );
 }

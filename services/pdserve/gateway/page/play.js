@@ -3,9 +3,10 @@
 import { ApiError, newRequestId, stream } from "./api.js";
 import { Answer } from "./answer.js";
 import { byId, h, set, setText } from "./dom.js";
-import { plural } from "./format.js";
 import { giveUpOn, openNewRequest, openRequest } from "./request.js";
 import { samplingSettings, startSettings, systemMessage } from "./settings.js";
+
+const SAID = { cancelled: "Stopped.", failed: "It failed." };
 
 let turns = []; // the conversation as the API takes it
 let running = null; // the AbortController of the answer that arrives
@@ -48,7 +49,9 @@ export function offerModels(names) {
   const before = [...picker.options].map((option) => option.value);
   if (names.join("\n") === before.join("\n")) return;
   const chosen = picker.value;
-  picker.replaceChildren(...(names.length ? names : [""]).map((name) => h("option", { value: name }, name || "No model yet")));
+  picker.replaceChildren(
+    ...(names.length ? names : [""]).map((name) => h("option", { value: name }, name || "No model yet")),
+  );
   if (names.includes(chosen)) picker.value = chosen;
   tellState();
 }
@@ -83,17 +86,16 @@ async function send() {
   const options = { model: chosenModel(), ...settings, stream: true, stream_options: { include_usage: true } };
   const system = systemMessage();
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...turns, asked];
-  const end = chat
-    ? await receive(answer, "v1/chat/completions", { ...options, messages })
-    : await receive(answer, "v1/completions", { ...options, prompt });
+  if (chat) await receive(answer, "v1/chat/completions", { ...options, messages });
+  else await receive(answer, "v1/completions", { ...options, prompt });
   running = null;
-  if (end === "failed") giveUpOn(id);
-  if (chat && answer.text && end !== "failed") turns.push(asked, { role: "assistant", content: answer.text });
   tellState();
-  setText(byId("said"), `${end === "cancelled" ? "Stopped" : end === "failed" ? "Failed" : "Answer complete"}, ${plural(answer.gaps.length + 1, "piece")}.`);
+  if (answer.end === "failed") giveUpOn(id);
+  else if (chat && answer.text) turns.push(asked, { role: "assistant", content: answer.text });
+  setText(byId("said"), SAID[answer.end] ?? "The answer is complete.");
 }
 
-/** Take the answer in; how it ended. */
+/** Take the answer in, to its end, whatever that is. */
 async function receive(answer, path, body) {
   let end = "stop";
   try {
@@ -106,11 +108,10 @@ async function receive(answer, path, body) {
     }
     answer.finish(end);
   } catch (error) {
-    if (error.name !== "AbortError" && !(error instanceof ApiError)) throw error;
-    end = error.name === "AbortError" ? "cancelled" : "failed";
-    answer.finish(end, end === "failed" ? error.message : "");
+    if (error.name === "AbortError") answer.finish("cancelled");
+    else answer.finish("failed", error.message);
+    if (error.name !== "AbortError" && !(error instanceof ApiError)) console.error(error);
   }
-  return end;
 }
 
 function clear() {
@@ -133,7 +134,10 @@ function tellKind() {
 function tellState() {
   const send = byId("send");
   setText(send.firstElementChild, running ? "Stop" : "Send");
-  set(send, { "data-state": running ? "stop" : null, disabled: !running && !(byId("prompt").value.trim() && chosenModel()) });
+  set(send, {
+    "data-state": running ? "stop" : null,
+    disabled: !running && !(byId("prompt").value.trim() && chosenModel()),
+  });
   byId("clear").disabled = Boolean(running) || !byId("log").querySelector(".turn");
   for (const radio of document.getElementsByName("kind")) radio.disabled = Boolean(running);
 }

@@ -11,7 +11,10 @@ export function poll(ask, interval, tell) {
     if (running || document.hidden) return;
     clearTimeout(timer);
     running = true;
-    const [answer, error] = await ask().then((value) => [value, null], (reason) => [null, reason]);
+    const [answer, error] = await ask().then(
+      (value) => [value, null],
+      (reason) => [null, reason],
+    );
     running = false;
     timer = setTimeout(round, interval);
     tell(answer, error);

@@ -10,7 +10,11 @@ const BARS = 200; // at most this many; longer answers have several gaps in each
 
 /** An empty pulse. */
 export function makePulse() {
-  return s("svg", { class: "pulse", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" }, s("line"));
+  return s(
+    "svg",
+    { class: "pulse", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" },
+    s("line"),
+  );
 }
 
 /**
@@ -27,8 +31,11 @@ export function drawPulse(svg, gaps, target) {
     const bar = svg.children[index + 1] ?? svg.appendChild(s("rect", { rx: 1 }));
     const height = Math.max(1.5, (gap / top) * (HEIGHT - 1));
     set(bar, {
-      x: (index * step).toFixed(2), width: Math.max(0.5, step * 0.78).toFixed(2),
-      y: (HEIGHT - height).toFixed(2), height: height.toFixed(2), class: target && gap > target ? "late" : null,
+      x: (index * step).toFixed(2),
+      width: Math.max(0.5, step * 0.78).toFixed(2),
+      y: (HEIGHT - height).toFixed(2),
+      height: height.toFixed(2),
+      class: target && gap > target ? "late" : null,
     });
   });
   const y = target ? HEIGHT - (target / top) * (HEIGHT - 1) : -9;
@@ -38,7 +45,9 @@ export function drawPulse(svg, gaps, target) {
 
 function slowestOf(gaps, each) {
   if (each <= 1) return gaps;
-  return Array.from({ length: Math.ceil(gaps.length / each) }, (_, bar) => Math.max(...gaps.slice(bar * each, (bar + 1) * each)));
+  return Array.from({ length: Math.ceil(gaps.length / each) }, (_, bar) =>
+    Math.max(...gaps.slice(bar * each, (bar + 1) * each)),
+  );
 }
 
 /** How much slower than usual a gap was, from 0 (no more than a quarter) to 1 (three times the median or worse). */

@@ -43,7 +43,7 @@ export async function openRequest(id, tell = () => {}) {
   trace = null;
   markCurrent();
   redraw(`Looking for ${id}`);
-  for (let left = LATE; open === id && left > 0; ) {
+  for (let left = LATE; open === id && left > 0;) {
     try {
       const seen = await getJson(`pdserve/v1/trace/${encodeURIComponent(id)}`);
       tell(seen);
@@ -88,12 +88,25 @@ function redraw(words) {
   if (trace) drawWaterfall(place, trace, byId("zoom").querySelector(":checked").value);
   const workers = trace ? summaryOf(trace).workers.join(" → ") : "";
   const missing = trace?.missing?.length ? ` · without ${trace.missing.join(", ")}` : "";
-  setText(byId("request-line"), trace ? `${trace.request.request_id}${workers ? ` · ${workers}` : ""}${missing}` : typeof words === "string" ? words : "");
+  setText(
+    byId("request-line"),
+    trace
+      ? `${trace.request.request_id}${workers ? ` · ${workers}` : ""}${missing}`
+      : typeof words === "string"
+        ? words
+        : "",
+  );
 }
 
 function makeRecent(request) {
   const opens = h("button", { type: "button", onclick: () => openRequest(request.request_id) }, request.request_id);
-  const cells = [h("td"), h("td", {}, opens), h("td"), ...Array.from({ length: 3 }, () => h("td", { class: "number" })), h("td")];
+  const cells = [
+    h("td"),
+    h("td", {}, opens),
+    h("td"),
+    ...Array.from({ length: 3 }, () => h("td", { class: "number" })),
+    h("td"),
+  ];
   return h("tr", {}, cells);
 }
 

@@ -3,7 +3,14 @@
 import { byId, setText } from "./dom.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty"];
-const WORDS = { temperature: "temperature", top_p: "top p", top_k: "top k", max_tokens: "max", seed: "seed", frequency_penalty: "penalty" };
+const WORDS = {
+  temperature: "temperature",
+  top_p: "top p",
+  top_k: "top k",
+  max_tokens: "max",
+  seed: "seed",
+  frequency_penalty: "penalty",
+};
 const KEPT = "pdserve.settings";
 
 /** Restore what was set last time in this browser, and keep what changes. */

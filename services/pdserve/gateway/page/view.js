@@ -9,12 +9,19 @@ const POOLS = [
 ];
 
 const SUMMED = [
-  "running", "waiting", "completed", "good", "failed", "goodput", "output_tokens_per_second", "prompt_tokens_per_second",
+  "running",
+  "waiting",
+  "completed",
+  "good",
+  "failed",
+  "goodput",
+  "output_tokens_per_second",
+  "prompt_tokens_per_second",
 ];
 
 /**
- * Workers by pool, in the order of a request's way: [{pool, title, workers}]. A decode worker of a model that no prefill
- * worker serves does both.
+ * Workers by pool, in the order of a request's way: [{pool, title, workers}]. A decode worker of a model that no
+ * prefill worker serves does both.
  */
 export function poolsOf(workers) {
   const apart = new Set(workers.filter((worker) => worker.role === "prefill").map((worker) => worker.model));
@@ -50,13 +57,23 @@ export function stateOf(worker) {
 export function linksOf(workers, before = [], seconds = 0) {
   const links = new Map();
   const order = { prefill: 0, decode: 1 };
-  const ends = workers.filter((worker) => worker.connected).flatMap((worker) => worker.links.map((end) => ({ worker, end })));
+  const ends = workers
+    .filter((worker) => worker.connected)
+    .flatMap((worker) => worker.links.map((end) => ({ worker, end })));
   ends.sort((one, other) => (order[one.worker.role] ?? 2) - (order[other.worker.role] ?? 2));
   for (const { worker, end } of ends) {
     const key = [worker.worker_id, end.peer].sort().join(" ");
     const link = links.get(key) ?? {
-      key, from: worker.worker_id, to: end.peer, path: end.path, transport: end.transport, degraded: end.degraded,
-      bandwidth: end.bytes_per_second || null, roundTrip: end.round_trip_seconds * 1e3 || null, moved: 0, inFlight: 0,
+      key,
+      from: worker.worker_id,
+      to: end.peer,
+      path: end.path,
+      transport: end.transport,
+      degraded: end.degraded,
+      bandwidth: end.bytes_per_second || null,
+      roundTrip: end.round_trip_seconds * 1e3 || null,
+      moved: 0,
+      inFlight: 0,
     };
     // Each end counts what it sent, so that nothing is counted twice.
     link.moved += end.bytes_sent;
@@ -74,7 +91,11 @@ export function linksOf(workers, before = [], seconds = 0) {
 
 /** A worker's blocks: {used, total, shares: [[state, share]]}; free is what is left. */
 export function blocksOf(worker) {
-  const counts = [["owned", worker.owned_blocks], ["reserved", worker.reserved_blocks], ["cached", worker.cached_blocks]];
+  const counts = [
+    ["owned", worker.owned_blocks],
+    ["reserved", worker.reserved_blocks],
+    ["cached", worker.cached_blocks],
+  ];
   const total = worker.total_blocks; // 0: not told, or no fixed number
   const shares = counts.map(([state, count]) => [state, total ? count / total : 0]);
   return { used: worker.owned_blocks + worker.reserved_blocks, cached: worker.cached_blocks, total, shares };
@@ -88,7 +109,8 @@ export function statsOf({ routers }, model) {
   const each = routers.flatMap((router) => router.models.filter((stats) => stats.model === model));
   if (!each.length) return null;
   const sums = SUMMED.map((name) => [name, each.reduce((sum, stats) => sum + stats[name], 0)]);
-  const slowest = (name) => each.map((stats) => stats[name]).reduce((one, other) => (other.p99_ms > one.p99_ms ? other : one));
+  const slowest = (name) =>
+    each.map((stats) => stats[name]).reduce((one, other) => (other.p99_ms > one.p99_ms ? other : one));
   const { ttft_target_ms, itl_target_ms } = routers[0];
   return { ...Object.fromEntries(sums), ttft: slowest("ttft"), itl: slowest("itl"), ttft_target_ms, itl_target_ms };
 }

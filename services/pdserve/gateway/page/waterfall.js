@@ -9,28 +9,56 @@ const AFTER_FIRST = 1.35; // how far past the first token the closer view goes
 
 /** Draw `trace` into `place`. `zoom` is "whole", or "start" for the time up to the first tokens. */
 export function drawWaterfall(place, trace, zoom) {
-  if (!place.firstChild) place.append(h("div", { class: "grid", "aria-hidden": "true" }), h("div", { class: "scale", "aria-hidden": "true" }), h("div", { role: "list" }), h("div", { class: "foot" }, h("span")));
+  if (!place.firstChild)
+    place.append(
+      h("div", { class: "grid", "aria-hidden": "true" }),
+      h("div", { class: "scale", "aria-hidden": "true" }),
+      h("div", { role: "list" }),
+      h("div", { class: "foot" }, h("span")),
+    );
   const [grid, scale, list, foot] = place.children;
   const first = firstTokenOf(trace);
   const whole = Math.max(endOf(trace), 0.001);
   const end = zoom === "start" && first ? Math.min(whole, first * AFTER_FIRST) : whole;
   const marks = ticks(end, TICKS).filter((at) => at / end < 0.97);
-  keyed(scale, marks, String, () => h("span"), (mark, at) => {
-    set(mark, { "--at": (at / end).toFixed(5) });
-    setText(mark, duration(at));
-  });
-  const lines = marks.map((at) => ({ at, kind: "line" })).concat(first && first <= end ? [{ at: first, kind: "mark" }] : []);
-  keyed(grid, lines, ({ at, kind }) => `${kind} ${at}`, ({ kind }) => h("i", { class: kind }), (line, { at }) => {
-    set(line, { "--at": (at / end).toFixed(5) });
-  });
+  keyed(
+    scale,
+    marks,
+    String,
+    () => h("span"),
+    (mark, at) => {
+      set(mark, { "--at": (at / end).toFixed(5) });
+      setText(mark, duration(at));
+    },
+  );
+  const lines = marks
+    .map((at) => ({ at, kind: "line" }))
+    .concat(first && first <= end ? [{ at: first, kind: "mark" }] : []);
+  keyed(
+    grid,
+    lines,
+    ({ at, kind }) => `${kind} ${at}`,
+    ({ kind }) => h("i", { class: kind }),
+    (line, { at }) => {
+      set(line, { "--at": (at / end).toFixed(5) });
+    },
+  );
   foot.hidden = first === null || first > end;
   set(foot.firstChild, { "--at": ((first ?? 0) / end).toFixed(5) });
   setText(foot.firstChild, `first token after ${duration(first)}`);
-  keyed(list, trace.rows, (row) => row.id, makeRow, (element, row) => updateRow(element, row, end, whole));
+  keyed(
+    list,
+    trace.rows,
+    (row) => row.id,
+    makeRow,
+    (element, row) => updateRow(element, row, end, whole),
+  );
 }
 
 function makeRow() {
-  return h("div", { class: "row", role: "listitem" },
+  return h(
+    "div",
+    { class: "row", role: "listitem" },
     h("div", { class: "name" }, h("b"), h("span")),
     h("div", { class: "track" }, h("div", { class: "bar" }), h("div", { class: "said" })),
   );
@@ -47,13 +75,25 @@ function updateRow(element, row, end, whole) {
   const kind = kindOf(row);
   const time = `${later ? "later, " : ""}${duration(until - row.start_ms)}${open ? " so far" : ""}`;
   const detail = detailOf(row);
-  set(element, { "data-depth": Math.min(2, row.depth), "data-kind": kind, "data-open": open, "data-span": row.name, "data-who": whoOf(row) });
-  set(element, { title: `${whoOf(row)}: ${titleOf(row)}, ${time}, from ${duration(row.start_ms)}${detail ? `. ${detail}` : ""}` });
+  set(element, {
+    "data-depth": Math.min(2, row.depth),
+    "data-kind": kind,
+    "data-open": open,
+    "data-span": row.name,
+    "data-who": whoOf(row),
+  });
+  set(element, {
+    title: `${whoOf(row)}: ${titleOf(row)}, ${time}, from ${duration(row.start_ms)}${detail ? `. ${detail}` : ""}`,
+  });
   setText(name.children[0], whoOf(row));
   setText(name.children[1], titleOf(row));
   bar.hidden = later;
   set(bar, { "data-kind": kind, "--from": from.toFixed(5), "--width": width.toFixed(5) });
-  set(said, { "data-side": sideOf(from, from + width), "--from": from.toFixed(5), "--until": (from + width).toFixed(5) });
+  set(said, {
+    "data-side": sideOf(from, from + width),
+    "--from": from.toFixed(5),
+    "--until": (from + width).toFixed(5),
+  });
   if (said.dataset.said !== time + detail) {
     said.dataset.said = time + detail;
     said.replaceChildren(time, detail ? h("span", {}, detail) : "");
