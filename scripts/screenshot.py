@@ -21,7 +21,7 @@ from tests.e2e.browser import ENTER, Browser, chromium
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 MODEL = "smollm2-135m-instruct"
-WIDTH, HEIGHT, SCALE = 1440, 1010, 1.5
+WIDTH, HEIGHT, SCALE = 1440, 1180, 1.25
 ASKED = "Tell me about the ocean."
 # Asked by others beforehand, so that there is something to compare with.
 OTHERS = ("What is the capital of France?", "Why is the sky blue? Answer in two sentences.", "Name three rivers.")
@@ -49,11 +49,12 @@ async def main() -> int:
                 await cluster.client.complete([{"role": "user", "content": question}], max_tokens=32)
             await browser.until("document.querySelector('#model').value")
             await browser.run(
-                "document.querySelector('#max_tokens').value = 96; document.querySelector('#seed').value = 7"
+                "document.querySelector('#max_tokens').value = 64; document.querySelector('#seed').value = 7"
             )
             await browser.type("#prompt", ASKED, ENTER)
             await browser.until(DONE, PATIENCE)
             await browser.until("document.querySelectorAll('#recent-rows tr').length === 4")
+            await browser.until("document.querySelector('#figure-requests b').textContent === '0'")
             for theme in ("light", "dark"):
                 await take(browser, theme)
     return 0

@@ -17,7 +17,14 @@ ENTER, ESCAPE, TAB = Keys.ENTER, Keys.ESCAPE, Keys.TAB
 PATIENCE = 60.0  # seconds
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 # The page is served by us, and a container's root has no sandbox to give.
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1440,1000")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--window-size=1440,1000",
+    "--hide-scrollbars",
+)
 NO_MOTION = "--force-prefers-reduced-motion"  # what scrolls smoothly cannot be clicked meanwhile
 # Runs in the page: hears of every change of the document until CONDITION holds. No polling.
 _UNTIL = """

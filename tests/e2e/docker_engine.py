@@ -96,7 +96,7 @@ def _bootstrap(engine: Engine, root: Path) -> None:
     """Import Debian with Python as OWN_PYTHON_IMAGE. It trusts what this machine trusts, for builds behind a proxy."""
     packages = "python3,python3-venv,python3-pip,python-is-python3,ca-certificates"
     options = ("--variant=minbase", f"--include={packages}")
-    engine.run("debootstrap", *options, "bookworm", str(root), _MIRROR, timeout=600)
+    engine.run("debootstrap", *options, "bookworm", str(root), _MIRROR, timeout=900)
     if _CERTIFICATES.is_file():
         shutil.copyfile(_CERTIFICATES, root / _CERTIFICATES.relative_to("/"))
     archive = root.with_suffix(".tar")

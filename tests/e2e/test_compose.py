@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 ANSWER = "The capital of France is Paris."
-LONG = 128  # tokens: seconds on any CPU
+LONG = 96  # tokens: seconds on any CPU
 SHOWN = 8  # tokens that a client has seen when its worker is killed
 FLEET_SECONDS = 300.0  # until a worker has loaded its model; slow machines that do other work need minutes
 

@@ -151,19 +151,19 @@ async def test_a_handed_over_request_is_seen_on_every_service(tmp_path: Path) ->
         assert (code, out) == (1, "") and "nobody" in err
 
 
-async def test_a_prompt_that_is_held_is_computed_where_it_is_decoded(tmp_path: Path) -> None:
-    async with suite(tmp_path) as cluster:
-        for number in range(2):
-            done = await cluster.client.complete(
-                prompt(2 * CHUNK + 1), max_tokens=3, ignore_eos=True, request_id=str(number)
-            )
-        assert done.finish.usage.prefill_worker == "decode-0"
-        trace = await until(cluster.client, "1", ended(("decode", "decode")))
+async def test_a_prompt_is_seen_where_it_is_decoded_too(tmp_path: Path) -> None:
+    part = ModelPart(make_tiny_model(tmp_path / "model", "llama"), "tiny", colocated=1)
+    async with serve(tmp_path / "logs", part, prefix_caches=1) as cluster:
+        await cluster.client.complete(prompt(2 * CHUNK + 1), max_tokens=3, ignore_eos=True, request_id="one")
+        trace = await until(cluster.client, "one", ended(("decode", "decode")))
         prefill = of(trace, "decode", "prefill")
-        [chunk] = [span for span in trace.spans if name(span) == "prefill.chunk"]
-        assert chunk.parent_span_id == prefill.span_id and chunk.worker_id == "decode-0"
-        assert prefill.start_ns <= chunk.start_ns <= chunk.end_ns <= prefill.end_ns
-        assert not any(span.service == "prefill" for span in trace.spans)
+        chunks = [span for span in trace.spans if name(span) == "prefill.chunk"]
+        assert [chunk.attributes["pdserve.tokens"] for chunk in chunks] == [CHUNK, CHUNK, 1]
+        for chunk in chunks:
+            assert (chunk.parent_span_id, chunk.worker_id) == (prefill.span_id, "decode-0")
+            assert prefill.start_ns <= chunk.start_ns <= chunk.end_ns <= prefill.end_ns
+        assert of(trace, "prefix_cache", "prefix.lookup").parent_span_id == of(trace, "decode", "prefix.fetch").span_id
+        assert trace.request.workers == ("decode-0",)
 
 
 async def test_a_running_request_has_an_open_span(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ async def test_a_running_request_has_an_open_span(tmp_path: Path) -> None:
 async def test_a_worker_that_died_is_named_as_missing_and_the_replay_is_seen(tmp_path: Path) -> None:
     async with suite(tmp_path, decode=2) as cluster:
         async with cluster.client.generate(
-            prompt(40), max_tokens=200, ignore_eos=True, request_id="replayed"
+            prompt(40), max_tokens=400, ignore_eos=True, request_id="replayed"
         ) as events:
             shown, finish = 0, None
             async for event in events:
@@ -234,18 +234,17 @@ async def test_top_shows_the_fleet_after_traffic(tmp_path: Path) -> None:
         assert max(map(len, out.splitlines())) <= 160
 
 
-async def test_without_a_ring_there_are_no_traces_and_everything_else_works(tmp_path: Path) -> None:
+async def test_without_a_ring_there_are_no_traces_and_everything_else_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_TRACE_RING", "0")
     part = ModelPart(make_tiny_model(tmp_path / "model", "llama"), "tiny", colocated=1)
-    os.environ["PDSERVE_TRACE_RING"] = "0"
-    try:
-        async with serve(tmp_path / "logs", part) as cluster:
-            await cluster.client.complete(prompt(5), max_tokens=2, request_id="a")
-            assert await cluster.client.traces() == []
-            with pytest.raises(RpcError, match="--trace-ring 0"):
-                await cluster.client.trace("a")
-            assert (await cluster.client.stats()).models[0].completed == 1
-    finally:
-        del os.environ["PDSERVE_TRACE_RING"]
+    async with serve(tmp_path / "logs", part) as cluster:
+        await cluster.client.complete(prompt(5), max_tokens=2, request_id="a")
+        assert await cluster.client.traces() == []
+        with pytest.raises(RpcError, match="--trace-ring 0"):
+            await cluster.client.trace("a")
+        assert (await cluster.client.stats()).models[0].completed == 1
 
 
 async def test_top_without_a_router_says_so() -> None:

@@ -2,7 +2,7 @@
 
 import { h, keyed, set, setText } from "./dom.js";
 import { bytes, count, duration, percentile, rate } from "./format.js";
-import { drawPulse, heatOf, makePulse } from "./pulse.js";
+import { drawPulse, heatOf, makePulse, usualOf } from "./pulse.js";
 import { stagesOf, summaryOf } from "./trace.js";
 
 const ENDS = { stop: "stopped by itself", length: "reached max tokens", cancelled: "stopped by you", failed: "failed" };
@@ -20,7 +20,7 @@ export class Answer {
     this.started = performance.now();
     this.ttft = null;
     this.last = 0;
-    this.median = null; // of the gaps, as of the last frame
+    this.usual = null; // gap, as of the last frame
     this.frame = 0;
     this.usage = null;
     this.body = h("div", { class: "text" }, given ? h("span", { class: "given" }, given) : null);
@@ -47,7 +47,7 @@ export class Answer {
     else this.gaps.push(gap);
     this.last = now;
     this.text += text;
-    const heat = heatOf(gap, this.median);
+    const heat = heatOf(gap, this.usual);
     const title = this.gaps.length ? `${duration(gap)} after the one before` : `first, after ${duration(this.ttft)}`;
     this.body.append(h("span", { class: "token", "--heat": heat.toFixed(2), title }, text));
     this.target = target;
@@ -60,6 +60,7 @@ export class Answer {
     this.end = end;
     if (message) this.body.after(h("p", { class: "failed" }, message));
     cancelAnimationFrame(this.frame);
+    if (!this.stages.firstChild) setText(this.route.firstChild, "Open the waterfall");
     if (!this.gaps.length) this.pulse.remove();
     if (end === "failed" && !this.text) this.path.remove();
     this.draw();
@@ -90,7 +91,7 @@ export class Answer {
   /** Bring pulse and figures up to date: once a frame, however fast pieces come. */
   draw() {
     this.frame = 0;
-    this.median = percentile(this.gaps, 0.5);
+    this.usual = usualOf(this.gaps);
     drawPulse(this.pulse, this.gaps, this.target);
     const pieces = this.gaps.length + (this.ttft === null ? 0 : 1);
     const tokens = this.usage?.completion_tokens;
@@ -98,7 +99,12 @@ export class Answer {
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     const facts = [
       ["TTFT", this.ttft === null ? null : duration(this.ttft)],
-      ["ITL", this.gaps.length ? `${duration(this.median)} p50, ${duration(percentile(this.gaps, 0.99))} p99` : null],
+      [
+        "ITL",
+        this.gaps.length
+          ? `${duration(percentile(this.gaps, 0.5))} p50, ${duration(percentile(this.gaps, 0.99))} p99`
+          : null,
+      ],
       ["Rate", seconds > 0 ? `${rate(((tokens ?? pieces) - 1) / seconds)} tok/s` : null],
       ["Answer", tokens === undefined ? (pieces ? `${count(pieces)} pieces` : null) : `${count(tokens)} tokens`],
       [

@@ -5,6 +5,7 @@ import { byId, set, setText } from "./dom.js";
 import { showFigures } from "./figures.js";
 import { redrawFleet, showFleet } from "./fleet.js";
 import { showHealth } from "./health.js";
+import { keep } from "./keep.js";
 import { chosenModel, judgeBy, offerModels, startPlayground } from "./play.js";
 import { poll } from "./poll.js";
 import { lookAtRecent, startRequests } from "./request.js";
@@ -59,7 +60,7 @@ function startTheme() {
     const next = names[(names.indexOf(now()) + 1) % names.length];
     if (next === "system") delete root.dataset.theme;
     else root.dataset.theme = next;
-    localStorage.setItem("pdserve.theme", next);
+    keep("pdserve.theme", next);
     tell();
   });
   tell();

@@ -1,7 +1,7 @@
 // The pulse of an answer: a bar for each piece of text, as high as it kept this browser waiting.
 
 import { s, set } from "./dom.js";
-import { duration } from "./format.js";
+import { duration, percentile } from "./format.js";
 
 const HEIGHT = 34;
 const WIDTH = 600; // of the drawing; the page scales it
@@ -50,7 +50,14 @@ function slowestOf(gaps, each) {
   );
 }
 
-/** How much slower than usual a gap was, from 0 (no more than a quarter) to 1 (three times the median or worse). */
-export function heatOf(gap, median) {
-  return median ? Math.min(1, Math.max(0, (gap / median - 1.25) / 1.75)) : 0;
+/** The usual gap: their median, or their mean where pieces that come together make the median small. */
+export function usualOf(gaps) {
+  if (!gaps.length) return null;
+  const mean = gaps.reduce((sum, gap) => sum + gap, 0) / gaps.length;
+  return Math.max(mean, percentile(gaps, 0.5));
+}
+
+/** How much slower than usual a gap was, from 0 (no more than a quarter) to 1 (three times as long, or worse). */
+export function heatOf(gap, usual) {
+  return usual ? Math.min(1, Math.max(0, (gap / usual - 1.25) / 1.75)) : 0;
 }

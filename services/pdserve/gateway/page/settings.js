@@ -1,6 +1,7 @@
 // The sampling settings: what is set goes into the request, what is empty is left to the model.
 
 import { byId, setText } from "./dom.js";
+import { keep, recall } from "./keep.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed", "frequency_penalty"];
 const WORDS = {
@@ -15,10 +16,10 @@ const KEPT = "pdserve.settings";
 
 /** Restore what was set last time in this browser, and keep what changes. */
 export function startSettings() {
-  const kept = JSON.parse(localStorage.getItem(KEPT) ?? "{}");
+  const kept = recall(KEPT) ?? {};
   for (const field of fields()) if (typeof kept[field.id] === "string") field.value = kept[field.id];
   byId("settings").addEventListener("input", () => {
-    localStorage.setItem(KEPT, JSON.stringify(Object.fromEntries(fields().map((field) => [field.id, field.value]))));
+    keep(KEPT, Object.fromEntries(fields().map((field) => [field.id, field.value])));
     describe();
   });
   describe();
