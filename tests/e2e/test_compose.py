@@ -18,7 +18,7 @@ from pdserve.client import Client, Completion, Finish, FleetWorker, Output
 from tests.e2e.containers import PROJECT, Containers
 from tests.e2e.docker_engine import NoEngine, docker_engine
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]

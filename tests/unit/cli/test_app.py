@@ -57,12 +57,14 @@ def test_a_model_that_does_not_exist_is_one_line_and_code_1() -> None:
     assert "nowhere" in result.output and "Traceback" not in result.output
 
 
-def test_no_router_is_one_line_and_code_1() -> None:
-    """Port 1 on loopback refuses connections."""
-    for command in (["status"], ["generate", "hi"], ["probe", "links"]):
+def test_no_router_is_a_plain_line_and_code_1() -> None:
+    """Port 1 on loopback refuses connections. `generate` tries again, twice, and says so."""
+    for command, tries in ((["status"], 1), (["generate", "hi"], 3), (["probe", "links"], 1)):
         result = runner.invoke(app, [*command, "--target", "127.0.0.1:1"])
-        assert result.exit_code == 1
-        assert result.output.startswith("pdserve: ") and result.output.count("\n") == 1
+        lines = result.output.splitlines()
+        assert result.exit_code == 1 and len(lines) == tries, result.output
+        assert all(line.startswith("pdserve: ") for line in lines)
+        assert lines[-1].startswith("pdserve: nothing answers there") and "Traceback" not in result.output
 
 
 def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
