@@ -83,14 +83,14 @@ def test_slow_link_is_exposed() -> None:
     assert simulation.exposed_seconds == pytest.approx(0.1 / LAYOUT.num_layers + 1.0 - 0.1)
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("load", [0.3, 0.7])
 def test_waits_as_queueing_theory_says(load: float) -> None:
     """Single prompts of one length at random moments on one worker: mean wait is load x service / (2 (1 - load)),
     M/D/1."""
     service = 0.1
     limits = replace(ROOMY, max_num_batched_tokens=512)
     plan = FleetPlan(LAYOUT, Constant(service), 1, 1, prefill_limits=limits)
-    arrivals = Synthetic(load / service, Lengths(512), Lengths(1)).arrivals(20_000, seed=5)
+    arrivals = Synthetic(load / service, Lengths(512), Lengths(1)).arrivals(6_000, seed=5)
     simulation = simulate(plan, arrivals)
     waits = [ttft(request) - service for request in simulation.requests]
     assert sum(waits) / len(waits) == pytest.approx(load * service / (2 * (1 - load)), rel=0.1)
@@ -161,7 +161,7 @@ def test_prefixes_are_reused() -> None:
 
 def distserve(plan: FleetPlan, rate: float, output: int) -> float:
     """Attainment at a rate of limits that explain the figure: TTFT 257 ms, mean gap 34.5 ms; 512 tokens in."""
-    simulation = simulate(plan, Synthetic(rate, Lengths(512), Lengths(output)).arrivals(1200, seed=1))
+    simulation = simulate(plan, Synthetic(rate, Lengths(512), Lengths(output)).arrivals(800, seed=1))
     return Report.of(simulation, Slo(0.257, 0.0345, mean_itl=True)).attainment
 
 
@@ -179,7 +179,7 @@ def test_distserve_figure_1(plan: FleetPlan, output: int, rate: float, gpus: int
     """13B on one A100, 512 in, 64 out: requests a second and GPU with 90% attainment (OSDI 2024, figure 1), to within
     10%."""
     near = rate * gpus
-    found = highest_rate(lambda r: distserve(plan, r, output), 0.9, near / 2, near * 1.5, steps=6) / gpus
+    found = highest_rate(lambda r: distserve(plan, r, output), 0.9, near / 2, near * 1.5, steps=5) / gpus
     assert found == pytest.approx(rate, rel=0.1)
 
 
