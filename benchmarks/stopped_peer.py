@@ -8,7 +8,7 @@ continued. Each such round follows a control round: the same load, nobody stoppe
 The decode worker's core is its own: what is measured is not that prefill-1 has more to do.
 
 ITL is taken from streams whose KV came from prefill-1 and that were never continued elsewhere, in the window alone.
-`moved_on_s` is how long the victims, requests that were tried again, waited for their next token from the stop on (or
+`moved_on_s` is how long the victims, requests that changed workers, waited for their next token from the stop on (or
 from when they were asked, if later). The last line is one JSON object.
 """
 
@@ -37,6 +37,7 @@ VICTIM, OTHER = "prefill-0", "prefill-1"
 SHORT, LONG = 40, 1500  # tokens in a prompt
 STREAM_TOKENS, VICTIM_TOKENS = 150, 20
 VICTIMS = 3
+TRACES = 4096  # requests that the router remembers: more than there are in a round
 SEEDS = itertools.count(1)  # no prompt comes twice, or it would be cached
 SEND_AT_LEAST = 256 << 10  # bytes of a long prompt's KV, before its worker is stopped
 
@@ -48,7 +49,7 @@ class Run:
     asked: float
     arrivals: list[float] = field(default_factory=list)
     prefill_worker: str = ""
-    replays: int = 0
+    workers: tuple[str, ...] = ()  # all that it was placed on
 
     def gaps_ms(self, begin: float, end: float) -> list[float]:
         """Time between tokens of which the later one came in the window."""
@@ -65,7 +66,7 @@ class Load:
     """Streams one after the other, and long prompts on demand; every answer must have all its tokens."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.runs: list[Run] = []
+        self.runs: dict[str, Run] = {}  # by request id
         self._cluster = cluster
         self._stop = asyncio.Event()
 
@@ -73,19 +74,26 @@ class Load:
         seed = next(SEEDS)
         prompt = [(seed * 101 + i * (37 + seed // 250) + (i * i) % 11 + 3) % 250 for i in range(length)]
         run = Run(time.monotonic())
-        self.runs.append(run)
+        request_id = f"run-{seed}"
+        self.runs[request_id] = run
         options: dict[str, Any] = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
-        async for event in self._cluster.client.generate(prompt, **options):
+        async for event in self._cluster.client.generate(prompt, request_id=request_id, **options):
             if isinstance(event, Output):
                 run.arrivals += [time.monotonic()] * len(event.tokens)
             elif isinstance(event, Finish):
-                run.prefill_worker, run.replays = event.usage.prefill_worker, event.usage.replays
+                run.prefill_worker = event.usage.prefill_worker
         if len(run.arrivals) != tokens:
             raise RuntimeError(f"{len(run.arrivals)} tokens came, {tokens} were due")
 
     async def stream(self) -> None:
         while not self._stop.is_set():
             await self.ask(SHORT, STREAM_TOKENS)
+
+    async def place(self) -> None:
+        """Ask the router where its runs were: a rearm is told nowhere else."""
+        for request in await self._cluster.client.traces(TRACES):
+            if request.request_id in self.runs:
+                self.runs[request.request_id].workers = request.workers
 
     def stop(self) -> None:
         self._stop.set()
@@ -131,9 +139,10 @@ async def play(cluster: Cluster, streams: int, window: float, harm: str) -> Roun
                 with suppress(ProcessLookupError):
                     os.killpg(victim.pid, signal.SIGCONT)
         load.stop()
-    kept = [run for run in load.runs if run.prefill_worker == OTHER and not run.replays]
+    await load.place()
+    kept = [run for run in load.runs.values() if run.prefill_worker == OTHER and VICTIM not in run.workers]
     gaps = [gap for run in kept for gap in run.gaps_ms(mark, mark + window)]
-    moved = [round(run.moved_on(mark), 2) for run in load.runs if run.replays]
+    moved = [round(run.moved_on(mark), 2) for run in load.runs.values() if {VICTIM, OTHER} <= set(run.workers)]
     await cluster.assert_all_free()
     return Round(gaps, moved)
 
@@ -145,7 +154,10 @@ async def measure(model: Path, folder: Path, rounds: int, streams: int, window: 
     cores = sorted(available_cores())
     for_decode = {"cores": str(cores[-1])}
     for_prefill = {"cores": ",".join(map(str, cores[:-1] or cores))}  # both: one that stops leaves decode's core alone
-    options["per_worker"] = {VICTIM: for_prefill, OTHER: for_prefill, "decode-0": for_decode}
+    options["per_worker"] = {
+        **{VICTIM: for_prefill, OTHER: for_prefill, "decode-0": for_decode},
+        "router": {"trace-ring": TRACES},
+    }
     found: dict[str, list[Round]] = {"none": [], "stop": [], "kill": []}
     async with Cluster(model, prefill=2, decode=1, log_folder=folder, **options) as cluster:
         await play(cluster, streams, 1.0, "none")  # warm-up: links, pages, caches

@@ -21,6 +21,7 @@ from pdserve.rpc.channel import connect
 from pdserve.v1 import prefix_cache_pb2, prefix_cache_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pdserve.worker.messages import BlocksExported, ExportBlocks, LoadBlocks
 from pdserve.worker.prefix_client import PrefixClient
+from tests.otlp_receiver import OtlpReceiver, attributes
 
 LAYOUT = KVLayout(16, 2, 2, 16, "float32", b"f" * 16)
 SPEC = SequenceSpec("r", tuple(range(100)), 100, SamplingParams())
@@ -79,6 +80,29 @@ async def client_of(endpoint: str, stored: set[bytes]) -> AsyncIterator[tuple[Pr
     async with PrefixClient(endpoint, LAYOUT, engine, stored) as client:  # type: ignore[arg-type]
         engine.client = client
         yield client, engine
+
+
+async def test_traces_and_metrics_are_of_the_same_instance() -> None:
+    """Where nobody gave it a name, too."""
+    with OtlpReceiver() as receiver:
+        async with cache("--otlp-endpoint", receiver.endpoint) as (endpoint, _), connect(endpoint) as channel:
+            stub: prefix_cache_pb2_grpc.PrefixCacheServiceAsyncStub = prefix_cache_pb2_grpc.PrefixCacheServiceStub(
+                channel
+            )
+            request = prefix_cache_pb2.FetchRequest(hashes=[HASHES[0]])
+            metadata = (("traceparent", f"00-{'a' * 32}-{'b' * 16}-01"),)
+            async for _ in stub.Fetch(request, timeout=10, metadata=metadata):
+                pass
+        sent = [request.resource_metrics for request in receiver.metrics]
+        told = [request.resource_spans for request in receiver.traces]
+        assert sent and told, "both are sent at the end"
+        instances = {
+            attributes(part.resource.attributes).get("service.instance.id")
+            for parts in (*sent, *told)
+            for part in parts
+        }
+    [instance] = instances
+    assert instance is not None and instance.startswith("prefix-cache-")
 
 
 async def stored_blocks(client: PrefixClient, count: int) -> None:

@@ -9,21 +9,25 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
 
-from pdserve.client import NO_RETRIES, Client, Finish, FinishReason, Output, PromptInfo, Retry
+from pdserve.client import NO_RETRIES, Client, Finish, FinishReason, Output, PromptInfo, Retry, Session
 from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable, UnknownModel
 from pdserve.core.hashing import block_hashes, root_hash
+from pdserve.core.slo import Outcome, SloTargets, Verdict
 from pdserve.router.config import RouterSettings
 from pdserve.router.fleet import Fleet
 from pdserve.router.links import Links
+from pdserve.router.meter import Ended, Meter
 from pdserve.router.models import load_models
 from pdserve.router.service import SERVICE, InferenceService
-from pdserve.rpc.errors import DeadlineExceeded
+from pdserve.rpc.errors import DeadlineExceeded, RpcError
 from pdserve.rpc.server import GrpcServer
-from pdserve.telemetry.tracing import setup_tracing, span, traceparent_of
-from pdserve.v1 import inference_pb2_grpc
+from pdserve.telemetry.tracing import MAX_TRACEPARENT, setup_tracing, span, traceparent_of
+from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.scripted_worker import LAYOUT, ScriptedWorker, Wire
 from tests.tiny_models import write_tiny_tokenizer
 
@@ -190,7 +194,7 @@ async def test_a_worker_that_dies_costs_a_gap_and_no_token(folder: Path, victim:
         started = time.monotonic()
         done = await made.client.complete("hi")
         assert time.monotonic() - started < 1.0
-        assert done.text == "hello" and done.finish.usage.replays == 1
+        assert done.text == "hello" and done.finish.usage.replays == (victim == "d0"), "the other is a rearm"
         await made.until(lambda: sum(worker.connected for worker in made.fleet.workers) == 3)
     tickets = {ticket for worker in workers if worker.role == "decode" for ticket in worker.tickets}
     assert len(tickets) == (1 if victim == "p0" else 2)
@@ -225,7 +229,8 @@ async def test_tries_that_get_nowhere_are_bounded(folder: Path) -> None:
     async with suite(folder, decode, max_replays=2) as made:
         with pytest.raises(Unavailable, match="3 tries in a row failed"):
             await made.client.complete("hi")
-    assert len(decode.seen) == 3
+        [model] = (await made.client.stats()).models
+    assert len(decode.seen) == 3 and model.replays == 2, "the third failure was continued nowhere"
 
 
 async def test_a_full_fleet_queues_and_a_full_queue_refuses(folder: Path) -> None:
@@ -290,6 +295,102 @@ async def test_a_deadline_in_the_middle_is_typed_and_frees(folder: Path) -> None
             await made.client.complete("hi", timeout=0.3)
         async with asyncio.timeout(PATIENCE):
             await decode.idle.wait()
+
+
+def heard_by(made: Suite) -> list[Ended]:
+    """Ends of requests, as they are measured from now on."""
+    ends: list[Ended] = []
+
+    class Heard(Meter):
+        def ended(self, ended: Ended) -> None:
+            ends.append(ended)
+
+    made.service._meters = (*made.service._meters, Heard())
+    return ends
+
+
+async def test_a_stall_that_a_client_gives_up_on_is_missed(folder: Path) -> None:
+    """One token, then a wedged decode worker: there is not one closed gap."""
+    prefill, decode = pair(script=("stall",))
+    async with suite(folder, prefill, decode, slo=SloTargets(PATIENCE, 0.1, 99.0)) as made:
+        ends = heard_by(made)
+        asking = made.client.generate("hi")
+        async with aclosing(asking):
+            assert isinstance(await anext(asking), PromptInfo) and isinstance(await anext(asking), Output)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await anext(asking)
+        async with asyncio.timeout(PATIENCE):
+            await decode.idle.wait()
+        [end] = ends
+        [model] = (await made.client.stats()).models
+    assert (end.outcome, end.verdict, end.gaps_seconds) == (Outcome.CANCELLED, Verdict.MISSED_ITL, 0.0)
+    assert (model.cancelled, model.failed) == (1, 0)
+
+
+async def test_the_routers_own_limit_is_no_cancel(folder: Path) -> None:
+    prefill, decode = pair(script=("stall",))
+    slo = SloTargets(PATIENCE, 0.1, 99.0)
+    async with suite(folder, prefill, decode, slo=slo, max_request_seconds=0.4) as made:
+        ends = heard_by(made)
+        with pytest.raises(DeadlineExceeded, match=r"longer than 0\.4 s"):
+            await made.client.complete("hi")
+        [end] = ends
+        [model] = (await made.client.stats()).models
+    assert (end.outcome, end.code, end.verdict) == (Outcome.EXPIRED, "DEADLINE_EXCEEDED", Verdict.MISSED_ITL)
+    assert (model.cancelled, model.failed, model.good) == (0, 1, 0)
+
+
+async def test_a_wait_for_a_client_that_does_not_read_is_no_stall(folder: Path) -> None:
+    """As the router's run sees it: a send that never returns, and a limit that ends it."""
+    prefill, decode = pair()
+    slo = SloTargets(PATIENCE, 0.1, 99.0)
+    async with suite(folder, prefill, decode, slo=slo, max_request_seconds=0.4) as made:
+        ends = heard_by(made)
+        with pytest.raises(RpcError):
+            await made.service.Generate(inference_pb2.GenerateRequest(text="hi"), Unread())  # type: ignore[arg-type]
+        [end] = ends
+    assert (end.outcome, end.verdict) == (Outcome.EXPIRED, None) and end.ttft is not None
+
+
+class Unread:
+    """A context whose client reads PromptInfo and nothing more."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    async def write(self, response: inference_pb2.GenerateResponse) -> None:
+        if not response.HasField("prompt"):
+            await asyncio.Event().wait()
+
+    async def abort_with_status(self, status: grpc.Status) -> None:
+        raise RpcError(status.code, "aborted")
+
+
+async def test_what_a_chat_template_quotes_reaches_nobody_but_the_client(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    write_tiny_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('not for ' + messages[0].content) }}")
+    exporter = InMemorySpanExporter()
+    stop = setup_tracing("test", None, exporter)
+    try:
+        with capture_logs() as logged:
+            async with suite(folder, ScriptedWorker("d0", "decode", Wire())) as made:
+                with pytest.raises(InvalidRequest, match="not for a secret") as caught:
+                    await made.client.complete([{"role": "user", "content": "a secret"}])
+                [summary] = await made.client.traces()
+    finally:
+        stop()
+    assert caught.value.field == "chat.messages"
+    said = "chat.messages: the model's chat template refuses them (TemplateError)"
+    assert [line["error"] for line in logged if line["event"] == "request_failed"] == [said] == [summary.error]
+    spans = [span.to_json() for span in exporter.get_finished_spans()]
+    assert any(said in span for span in spans) and not any("secret" in span for span in spans)
+    assert "secret" not in repr(logged)
 
 
 async def test_a_slow_client_gets_many_tokens_in_few_messages_and_holds_nobody_up(folder: Path) -> None:
@@ -390,6 +491,19 @@ async def test_stages_are_told_and_one_trace_spans_it_all(folder: Path) -> None:
     assert stages.queue_ms > 0 and stages.reserve_ms + stages.prefill_ms > 0 and stages.decode_wait_ms >= 0
 
 
+async def test_a_traceparent_goes_to_workers_unless_it_is_too_long(folder: Path) -> None:
+    """Over a call of its own and over a shared stream; nobody traces here, so it is passed on as it is."""
+    prefill, decode = pair()
+    async with suite(folder, prefill, decode) as made, Session(made.endpoint) as session:
+        for length in (MAX_TRACEPARENT, MAX_TRACEPARENT + 1):
+            traceparent = "x" * length
+            await made.client.complete("hi", traceparent=traceparent)
+            assert [event async for event in session.generate("hi", traceparent=traceparent)]
+        assert [event async for event in session.generate("hi", traceparent="x" * 1_000_000)]
+    for worker in (prefill, decode):
+        assert [len(spec.traceparent) for spec in worker.seen] == [256, 256, 0, 0, 0]
+
+
 async def test_an_endpoint_that_never_answers_is_waited_for_and_then_given_up(folder: Path) -> None:
     decode = ScriptedWorker("d0", "decode", Wire())
     async with suite(folder, decode, startup_seconds=0.8) as made:
@@ -436,7 +550,7 @@ async def test_nothing_is_sent_for_a_new_attempt_before_the_decode_worker_agreed
         decode.gate.set()
         done = await asking
     assert decode.wire.log == ["p0 prefill 1", "d0 rearm 2 by p1", "d0 rearmed 2", "p1 prefill 2"]
-    assert done.text == "hello" and done.finish.usage.replays == 1
+    assert done.text == "hello" and done.finish.usage.replays == 0
     assert [bytes(spec.token_ids) for spec in (*p1.seen, *decode.rearmed)] == [b"hih", b"hih"]
     assert decode.tickets == p0.tickets == p1.tickets and len(decode.tickets) == 1
     assert (done.finish.usage.prefill_worker, done.finish.usage.decode_worker) == ("p0", "d0")
@@ -479,7 +593,7 @@ async def test_a_decode_worker_that_gives_an_attempt_up_is_believed(folder: Path
     async with suite(folder, p0, p1, decode) as made:
         done = await made.client.complete("hi")
         await made.until(lambda: p0.cancelled == p0.tickets)
-    assert done.text == "hello" and done.finish.usage.replays == 1
+    assert done.text == "hello" and done.finish.usage.replays == 0
     assert len(decode.tickets) == 1 and p1.tickets == decode.tickets
 
 
@@ -490,6 +604,7 @@ async def test_a_rearm_that_is_refused_ends_the_try(folder: Path) -> None:
     async with suite(folder, p0, p1, decode) as made:
         done = await made.client.complete("hi")
     assert done.text == "hello" and len(decode.tickets) == 2
+    assert done.finish.usage.replays == 1, "the second try, and neither of its reasons by itself"
 
 
 async def test_a_rearm_without_an_answer_ends_the_try(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,7 +644,8 @@ async def test_rearms_that_get_nowhere_are_bounded(folder: Path) -> None:
             await made.client.complete("hi")
         async with asyncio.timeout(PATIENCE):
             await decode.idle.wait()
-    assert len(decode.tickets) == 1 and len(p0.seen) + len(p1.seen) == 3
+        [model] = (await made.client.stats()).models
+    assert len(decode.tickets) == 1 and len(p0.seen) + len(p1.seen) == 3 and model.replays == 0
     assert [line for line in decode.wire.log if "prefill" in line] == ["p0 prefill 1", "p1 prefill 2", "p0 prefill 3"]
 
 

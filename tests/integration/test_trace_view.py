@@ -23,6 +23,7 @@ from tests.tiny_models import make_tiny_model
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
+PAUSE = 0.05  # seconds
 STAGES = ("queue", "reserve", "prefill", "transfer", "decode_wait", "first_step")
 
 
@@ -45,17 +46,43 @@ async def cli(*arguments: str) -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def until(client: Client, request_id: str, enough: Callable[[Trace], bool]) -> Trace:
-    """The trace once it is as wanted: services end their parts a moment after the client has its answer."""
-    async with asyncio.timeout(30):
-        while not enough(trace := await client.trace(request_id)):
-            pass
-    return trace
+Parts = set[tuple[str, str]]  # (service, span)
 
 
-def ended(*parts: tuple[str, str]) -> Callable[[Trace], bool]:
-    """Whether each of (service, span) is there."""
-    return lambda trace: set(parts) <= {(span.service, name(span)) for span in trace.spans}
+async def until(client: Client, request_id: str, lacking: Callable[[Trace], Parts], seconds: float = 60.0) -> Trace:
+    """The trace once it lacks nothing: services end their parts a moment after the client has its answer.
+
+    No service reports that a span is over, so the router is asked again, with a pause: each time it asks them all.
+    """
+    trace = None
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                trace = await client.trace(request_id)
+                if not lacking(trace):
+                    return trace
+                await asyncio.sleep(PAUSE)
+    except TimeoutError:
+        if trace is None:
+            raise TimeoutError(f"no trace of {request_id} came within {seconds} s") from None
+        raise TimeoutError(
+            f"{request_id} lacks {sorted(lacking(trace))} after {seconds} s; it is {trace.request.state}, "
+            f"there were {sorted(present(trace))} from {trace.sources}"
+        ) from None
+
+
+def present(trace: Trace) -> Parts:
+    return {(span.service, name(span)) for span in trace.spans}
+
+
+def ended(*parts: tuple[str, str]) -> Callable[[Trace], Parts]:
+    """Which of (service, span) are not there."""
+    return lambda trace: set(parts) - present(trace)
+
+
+def over(trace: Trace) -> Parts:
+    """The router's part, as long as the request runs."""
+    return {("router", "its end")} if trace.request.state is RequestState.RUNNING else set()
 
 
 def name(span: TraceSpan) -> str:
@@ -177,7 +204,7 @@ async def test_a_running_request_has_an_open_span(tmp_path: Path) -> None:
             [root] = [span for span in trace.spans if span.service == "router" and not span.end_ns]
             assert any(row.depth == 1 for row in arrange(trace.spans)), "what is over hangs on it already"
             assert [model.running for model in (await client.stats()).models] == [1]
-        trace = await until(client, "runs", lambda trace: trace.request.state is not RequestState.RUNNING)
+        trace = await until(client, "runs", over)
         assert trace.request.state is RequestState.CANCELLED
         assert [span.end_ns > 0 for span in trace.spans if span.span_id == root.span_id] == [True]
 
@@ -245,6 +272,16 @@ async def test_without_a_ring_there_are_no_traces_and_everything_else_works(
         with pytest.raises(RpcError, match="--trace-ring 0"):
             await cluster.client.trace("a")
         assert (await cluster.client.stats()).models[0].completed == 1
+
+
+async def test_a_wait_in_vain_says_what_was_missing_and_what_was_there(tmp_path: Path) -> None:
+    part = ModelPart(make_tiny_model(tmp_path / "model", "llama"), "tiny", colocated=1)
+    async with serve(tmp_path / "logs", part) as cluster:
+        await cluster.client.complete(prompt(5), max_tokens=2, request_id="a")
+        await until(cluster.client, "a", ended(("decode", "decode")))
+        wanted = ended(("decode", "decode"), ("prefill", "transfer"))
+        with pytest.raises(TimeoutError, match=r"a lacks \[\('prefill', 'transfer'\)\].*\('decode', 'decode'\)"):
+            await until(cluster.client, "a", wanted, seconds=0.5)
 
 
 async def test_top_without_a_router_says_so() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.rpc.endpoint import parse_endpoint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
     from pdserve.client import Retry
     from pdserve.launch import LaunchEvent
 
-Target = Annotated[str, typer.Option(envvar="PDSERVE_TARGET", help="The router, as host:port.")]
+
+def _check_target(text: str) -> str:
+    try:
+        parse_endpoint(text)
+    except ConfigError as error:
+        raise typer.BadParameter(f"{error}, such as {DEFAULT_TARGET}") from None
+    return text
+
+
+Target = Annotated[str, typer.Option(envvar="PDSERVE_TARGET", callback=_check_target, help="The router, as host:port.")]
 DEFAULT_TARGET = "127.0.0.1:50051"
 PIPE_WIDTH = 160  # a pipe has no width to keep to
 INTERRUPTED = 130  # what shells expect after Ctrl-C
@@ -74,6 +84,7 @@ def run(main: Coroutine[Any, Any, None], *, interrupted: int = INTERRUPTED) -> N
 def _plainly(message: str) -> str:
     """What grpc says, with what it means for whoever typed a command."""
     hints = {
+        "Expected SETTINGS frame": "what answers there is no gRPC service; the gateway's port, perhaps?",
         "failed to connect to all addresses": "nothing answers there; does `pdserve serve` run, and is --target right?",
         "Method not found": "what answers there is no router",
         "errors resolving": "--target is host:port, such as 127.0.0.1:50051",

@@ -1,14 +1,15 @@
 """The answer to one completion request: streamed or whole, and cancelled when its client goes away.
 
 Nothing is sent before the first token is here. Until then a refusal still has an HTTP status and a Retry-After, which
-clients act upon; later it is the stream's last event.
+clients act upon; later it is the stream's last event. A client that does not read is left when its time is over.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
 
 import structlog
 from starlette.responses import Response
@@ -18,13 +19,16 @@ from pdserve.client import Event, Finish, GenerateOptions, PromptInfo, Usage
 from pdserve.core.errors import PdserveError
 from pdserve.gateway.call import Call, call_of
 from pdserve.gateway.chunks import DONE, Chunks, Head, Whole, event
-from pdserve.gateway.disconnect import unless_disconnected
+from pdserve.gateway.disconnect import hang_up, unless_disconnected
 from pdserve.gateway.errors import ApiError, error_response, from_pdserve, internal
 from pdserve.gateway.fan import merge
 from pdserve.gateway.routers import Routers
 from pdserve.gateway.translate import Job
+from pdserve.rpc.errors import DeadlineExceeded
 
 log = structlog.get_logger(__name__)
+
+_GRACE = 5.0  # seconds for a router to tell that the time is over, and for the client to read that
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -43,9 +47,13 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = call_of(scope)
-        if not await unless_disconnected(receive, self._answer(call, scope, receive, send)):
-            call.metrics.disconnected(call.route)
-            log.info("client_gone", route=call.route)
+        try:
+            async with asyncio.timeout(self._timeout + _GRACE):
+                if not await unless_disconnected(receive, self._answer(call, scope, receive, send)):
+                    call.metrics.disconnected(call.route)
+                    log.info("client_gone", route=call.route)
+        except TimeoutError:
+            await self._late(call, scope, receive, send)
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -65,6 +73,19 @@ class Answer(Response):
         call.metrics.stream_failed(call.route)
         # Without [DONE]: nobody shall take this for a complete answer.
         await self._send(send, event(error.body()), more=False)
+
+    async def _late(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
+        """The work was cancelled. Where nothing was sent the client still gets a status, if it reads."""
+        log.info("answer_late", route=call.route, answered=call.answered)
+        if not call.answered:
+            error = from_pdserve(DeadlineExceeded(f"the answer was not here after {self._timeout:.3g} s"))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE):
+                    await error_response(error)(scope, receive, send)
+                return
+        if self._started:
+            call.metrics.stream_failed(call.route)
+        await hang_up(scope)
 
     async def _stream(self, call: Call, send: Send) -> None:
         job = self._job

@@ -86,5 +86,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """A bug. Starlette raises it again once this was sent, and uvicorn logs it with its traceback."""
+    """A bug outside of `Calls`, which answers those inside. Starlette raises it again, and uvicorn logs it."""
     return error_response(internal())

@@ -13,11 +13,11 @@ from opentelemetry.trace import INVALID_SPAN
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdserve.gateway.errors import error_response, invalid
+from pdserve.gateway.errors import error_response, internal, invalid
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
-from pdserve.telemetry.tracing import TRACEPARENT, Span, start_span, traceparent_of
+from pdserve.telemetry.tracing import TRACEPARENT, Span, bounded_traceparent, start_span, traceparent_of
 
 log = structlog.get_logger(__name__)
 
@@ -36,6 +36,7 @@ class Call:
     metrics: GatewayMetrics
     traceparent: str = ""
     status: int = GONE
+    answered: bool = False  # the head of the answer was sent
     first_token: bool = False
 
     def note_first_token(self) -> None:
@@ -65,7 +66,7 @@ class Calls:
         route = self._route_of(scope)
         call = Call(given or f"req-{secrets.token_hex(12)}", route, time.monotonic(), self._metrics)
         scope[_CALL] = call
-        parent = headers.get(TRACEPARENT, "")
+        parent = bounded_traceparent(headers.get(TRACEPARENT, ""))
         span: Span = INVALID_SPAN
         if scope["method"] == "POST":  # what pages and probes ask each second would push requests out of the ring
             span = start_span(f"POST {route}", parent, {names.REQUEST_ID: call.id[:128]})
@@ -74,7 +75,7 @@ class Calls:
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
-                call.status = message["status"]
+                call.status, call.answered = message["status"], True
                 # A new list: the message's may be a response's own, which is sent more than once.
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", call.id.encode("latin-1"))]}
             await send(message)
@@ -88,6 +89,11 @@ class Calls:
                 return
             with log_request(call.id):
                 await self._app(scope, receive, tell)
+        except Exception:
+            # Starlette's own answer to a bug goes out beside `tell`: it would have no id, and be counted as gone.
+            if not call.answered:
+                await error_response(internal())(scope, receive, tell)
+            raise  # uvicorn logs it with its traceback
         finally:
             self._metrics.ended(route, call.status, time.monotonic() - call.started)
             span.set_attribute("http.response.status_code", call.status)

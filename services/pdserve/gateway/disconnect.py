@@ -1,4 +1,4 @@
-"""A client that went away ends the work for it."""
+"""A client that went away ends the work for it; one that does not read is left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
+
+# The ASGI extension of our server: {"abort": what closes the connection at once}.
+HANG_UP = "pdserve.hang_up"
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
@@ -26,6 +29,14 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None])
         for task in (running, leaving):
             task.cancel()
         await asyncio.gather(running, leaving, return_exceptions=True)
+
+
+async def hang_up(scope: Scope) -> None:
+    """Close the connection now, and drop what its client has not read. Other servers close theirs, once what is written
+    was read, because the answer is not complete."""
+    if extension := scope.get("extensions", {}).get(HANG_UP):
+        extension["abort"]()
+        await asyncio.sleep(0)  # so that uvicorn knows before the answer returns, and does not call it an error
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -53,7 +53,11 @@ class GatewayMetrics:
         yield counter("gateway_requests_total", "Answered requests.", dict(self._requests), ["route", "status"])
         for name, text, values in (
             ("gateway_disconnects_total", "Requests whose client went away before the end.", self._disconnects),
-            ("gateway_stream_errors_total", "Streams that ended with an error event.", self._stream_errors),
+            (
+                "gateway_stream_errors_total",
+                "Streams that ended with an error, or were not read.",
+                self._stream_errors,
+            ),
         ):
             yield counter(name, text, _by_route(values), ["route"])
         yield gauge("gateway_requests_in_flight", "Requests being answered.", _by_route(self._in_flight), ["route"])

@@ -16,6 +16,9 @@ from pdserve.gateway.schema import Body, ChatBody, CompletionBody, Message, Stre
 
 Parsed = TypeVar("Parsed", bound=Body)
 
+# Characters of a name that are looked at, told and logged. A client may send one as long as its body.
+_NAME = 100
+
 _NOT_YET: dict[type[BaseModel], not_yet.Neutral] = {
     ChatBody: not_yet.CHAT,
     CompletionBody: not_yet.COMPLETION,
@@ -79,9 +82,10 @@ def _check_extra(path: str, model: BaseModel) -> None:
     neutral = _NOT_YET.get(kind, {})
     for name, value in (model.model_extra or {}).items():
         if name not in neutral:
+            name = name[:_NAME]
             near = get_close_matches(name, [*kind.model_fields, *neutral], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise invalid(f"{path}{name[:100]}", f"there is no such field{hint}", "unknown_parameter")
+            raise invalid(f"{path}{name}", f"there is no such field{hint}", "unknown_parameter")
         if not not_yet.is_neutral(value, neutral[name]):
             raise invalid(f"{path}{name}", _not_served(neutral[name]), "unsupported_parameter")
 
@@ -104,8 +108,9 @@ def _explain(error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """``messages[0].content``."""
+    """``messages[0].content``; each name is cut."""
     path = ""
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+        name = f"[{part}]" if isinstance(part, int) else part[:_NAME]
+        path += name if isinstance(part, int) or not path else f".{name}"
     return path

@@ -25,7 +25,7 @@ def _by_token(value: Any) -> Any:
         return value
     found = {}
     for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_INT32):
             raise PydanticCustomError("token_id", "keys must be token ids")
         found[int(key)] = bias
     return found

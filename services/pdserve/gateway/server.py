@@ -14,8 +14,10 @@ from typing import Any, Self
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.gateway.disconnect import HANG_UP
 from pdserve.rpc.launcher import Launcher
 from pdserve.rpc.server import advertised_host, join_host_port
 from pdserve.rpc.settings import ServiceSettings
@@ -84,7 +86,7 @@ class HttpServer:
         config = uvicorn.Config(
             app,
             loop="none",  # the loop runs already
-            http="httptools",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -148,6 +150,14 @@ class HttpServer:
         if self.stop_requested.is_set():
             self._stop_now.set()
         self.stop_requested.set()
+
+
+class _Protocol(HttpToolsProtocol):
+    """Lets an answer close its connection. ASGI has no word for it, and uvicorn's own way waits until all was read."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {HANG_UP: {"abort": self.transport.abort}}
 
 
 class _Server(uvicorn.Server):

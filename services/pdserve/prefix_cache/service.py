@@ -113,8 +113,8 @@ class PrefixCacheServicer(prefix_cache_pb2_grpc.PrefixCacheServiceServicer):
         return load.kv_bytes_sent, load.kv_bytes_received
 
 
-async def serve(settings: PrefixCacheSettings) -> None:
-    """Serve until told to stop. The content is memory's, and goes with the process."""
+async def serve(settings: PrefixCacheSettings, worker_id: str) -> None:
+    """Serve as `worker_id` until told to stop. The content is memory's, and goes with the process."""
     board = WatchBoard()
     store = BlockStore(int(settings.capacity))
     cache = PrefixCacheServicer(store, board)
@@ -135,7 +135,6 @@ async def serve(settings: PrefixCacheSettings) -> None:
             "pdserve.v1.WorkerService",
         ),
     ]
-    worker_id = settings.worker_id or f"prefix-cache-{secrets.token_hex(4)}"
     metrics = CacheMetrics(worker_id, store, cache.moved)
     server = GrpcServer(settings, services, Metrics(metrics.registry, "prefix_cache", worker_id))
     async with server:
@@ -168,11 +167,10 @@ async def serve(settings: PrefixCacheSettings) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     settings = PrefixCacheSettings.load(argv)
     setup_logs("prefix_cache", settings.log_level)
-    stop_tracing = setup_tracing(
-        "prefix_cache", settings.otlp_endpoint, ring=settings.trace_ring, instance=settings.worker_id or ""
-    )
+    worker_id = settings.worker_id or f"prefix-cache-{secrets.token_hex(4)}"
+    stop_tracing = setup_tracing("prefix_cache", settings.otlp_endpoint, ring=settings.trace_ring, instance=worker_id)
     try:
-        asyncio.run(serve(settings))
+        asyncio.run(serve(settings, worker_id))
     except PdserveError as error:
         log.error("failed", error=str(error))
         return 1

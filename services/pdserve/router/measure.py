@@ -72,9 +72,9 @@ class Measure:
         self._end(Outcome.ANSWERED, grpc.StatusCode.OK, _ANSWERS.get(finish.reason, ""))
 
     def failed(self, code: grpc.StatusCode) -> None:
-        """A deadline is the client's as much as ours: what it had waited by then decides, as if it had cancelled."""
+        """A deadline is the client's as much as ours: what was waited by then decides, as where a client cancels."""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            outcome = Outcome.CANCELLED
+            outcome = Outcome.EXPIRED
         else:
             outcome = Outcome.REFUSED if code in _CLIENTS_ERRORS else Outcome.FAILED
         self._end(outcome, code)
@@ -101,7 +101,7 @@ class Measure:
             seconds=seconds,
             ttft=ttft,
             usage=self.usage,
-            verdict=judge(outcome, seconds, ttft, timeline.gaps, self._targets),
+            verdict=judge(outcome, seconds, ttft, timeline.gaps, self._targets, timeline.open_gap),
             reason=reason,
             operation=self._operation,
             gaps_seconds=sum(timeline.gaps),

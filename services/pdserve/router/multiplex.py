@@ -2,7 +2,8 @@
 in the place of its context; whatever the lanes have to say at one time goes out as one message.
 
 A lane's write waits until its item was sent. Meanwhile its request gathers tokens, as it does behind a slow client, so
-that messages get larger, not more, when the reader falls behind.
+that messages get larger, not more, when the reader falls behind. What waits is bounded: an item for each lane and one
+refusal, and there are no more than MAX_LANES.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ import grpc
 import grpc.aio
 import structlog
 
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.router.tasks import until_first_ends
 from pdserve.rpc.errors import DETAILS_KEY, RpcError, to_status
-from pdserve.telemetry.tracing import TRACEPARENT
+from pdserve.telemetry.tracing import TRACEPARENT, bounded_traceparent
 from pdserve.v1 import inference_pb2 as pb
 
 log = structlog.get_logger(__name__)
+
+# Requests at a time on one stream; the API names it. One more is refused: a peer that begins requests and never reads
+# would have the router hold all of them.
+MAX_LANES = 4096
+_RETRY_AFTER = 1.0  # seconds that a refused one is told to wait
 
 Generate = Callable[[pb.GenerateRequest, Any], Awaitable[None]]
 Send = Callable[[pb.MultiplexResponse], Awaitable[None]]
@@ -41,24 +47,30 @@ class Outbox:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._items: list[pb.MultiplexItem] = []
+        self._items: dict[int, pb.MultiplexItem] = {}  # by the id of each, in order
         self._filled = asyncio.Event()
         self._taken = asyncio.Event()
 
     async def put(self, item: pb.MultiplexItem) -> None:
-        """Returns once the item was sent."""
-        self._items.append(item)
+        """Returns once the item was sent. Cancelled before it is on its way, it takes the item back."""
+        self._items[id(item)] = item
         self._filled.set()
-        await self._taken.wait()
+        try:
+            await self._taken.wait()
+        except asyncio.CancelledError:
+            self._items.pop(id(item), None)
+            raise
 
     async def run(self) -> None:
         """For ever; the owner cancels it."""
         while True:
             await self._filled.wait()
             self._filled.clear()
-            items, self._items = self._items, []
+            if not self._items:
+                continue  # all were taken back
+            items, self._items = self._items, {}
             taken, self._taken = self._taken, asyncio.Event()
-            await self._send(pb.MultiplexResponse(items=items))
+            await self._send(pb.MultiplexResponse(items=items.values()))
             taken.set()
 
 
@@ -68,7 +80,8 @@ class Lane:
     def __init__(self, number: int, begin: pb.MultiplexBegin, outbox: Outbox) -> None:
         self._number, self._outbox = number, outbox
         self._deadline = time.monotonic() + begin.time_remaining_ms / 1e3 if begin.time_remaining_ms else None
-        self._metadata = ((TRACEPARENT, begin.traceparent),) if begin.traceparent else ()
+        parent = bounded_traceparent(begin.traceparent)
+        self._metadata = ((TRACEPARENT, parent),) if parent else ()
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return self._metadata
@@ -83,14 +96,14 @@ class Lane:
         raise _Refused(cast("bytes", dict(status.trailing_metadata or ())[DETAILS_KEY]))
 
     async def fail(self, status: bytes) -> None:
-        await self._outbox.put(pb.MultiplexItem(number=self._number, error=status))
+        await self._outbox.put(_failure(self._number, status))
 
 
 class Multiplex:
-    """One Multiplex call."""
+    """One Multiplex call, for `max_lanes` requests at a time."""
 
-    def __init__(self, generate: Generate, send: Send) -> None:
-        self._generate = generate
+    def __init__(self, generate: Generate, send: Send, max_lanes: int = MAX_LANES) -> None:
+        self._generate, self._max_lanes = generate, max_lanes
         self._outbox = Outbox(send)
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -112,14 +125,27 @@ class Multiplex:
             if request.HasField("begin"):
                 if number in self._tasks:
                     raise InvalidRequest("number", f"request {number} has not ended yet")
-                lane = Lane(number, request.begin, self._outbox)
-                self._tasks[number] = asyncio.create_task(self._one(number, request.begin.request, lane))
+                if len(self._tasks) >= self._max_lanes:
+                    await self._refuse(number)
+                else:
+                    self._begin(number, request.begin)
             elif request.HasField("cancel") and number in self._tasks:
                 self._tasks[number].cancel()
         if self._tasks:
             await asyncio.wait(self._tasks.values())
 
-    async def _one(self, number: int, request: pb.GenerateRequest, lane: Lane) -> None:
+    def _begin(self, number: int, begin: pb.MultiplexBegin) -> None:
+        task = asyncio.create_task(self._one(begin.request, Lane(number, begin, self._outbox)))
+        self._tasks[number] = task
+        # Not at the end of the task's own code: one that is cancelled in the tick of its beginning never runs any.
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    async def _refuse(self, number: int) -> None:
+        """Say that there is no room. Nothing more is read until that was sent, so one such answer waits at most."""
+        error = NoCapacity(f"this stream has {self._max_lanes} requests already", _RETRY_AFTER)
+        await self._outbox.put(_failure(number, to_status(error).SerializeToString()))
+
+    async def _one(self, request: pb.GenerateRequest, lane: Lane) -> None:
         try:
             await self._generate(request, lane)
         except _Refused as refusal:
@@ -127,5 +153,7 @@ class Multiplex:
         except Exception as error:
             log.error("request_broken", error=repr(error), exc_info=error)
             await lane.fail(to_status(RpcError(grpc.StatusCode.INTERNAL, "internal error")).SerializeToString())
-        finally:
-            self._tasks.pop(number, None)
+
+
+def _failure(number: int, status: bytes) -> pb.MultiplexItem:
+    return pb.MultiplexItem(number=number, error=status)

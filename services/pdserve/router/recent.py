@@ -99,7 +99,8 @@ class Record:
             return
         self._take_measure(measure)
         self._summary.state, self._measure = state, None
-        measure.timeline.record(traceparent_of(self._span), measure.timeline.now())
+        complete = state == inference_pb2.REQUEST_STATE_DONE
+        measure.timeline.record(traceparent_of(self._span), measure.timeline.now(), complete=complete)
         self._span.end()
 
     def _take_measure(self, measure: Measure) -> None:

@@ -71,15 +71,18 @@ class RequestRun:
         self._arrival = dispatcher.next_arrival()
         self._tries = 0
         self._fruitless = 0  # failures in a row without a token in between
+        self._failed = False  # a failure since the try began makes the next one a replay; a rearm goes on with the same
         self._shown = 0  # tokens at the latest failure
         self._try_began = 0  # wall clock, nanoseconds; or when its latest failure was counted
 
     async def run(self) -> inference_pb2.Finish:
         """Send PromptInfo, the outputs and the finish, which is also returned. Raises PdserveError."""
-        await self._send(inference_pb2.GenerateResponse(prompt=self._prompt_info()))
+        await self._tell(inference_pb2.GenerateResponse(prompt=self._prompt_info()))
         while self.answer.ending is None:
             waiting = await self._waiting()
             assignment = await self._place(waiting, self._queue_deadline)
+            self.usage.replays += self._failed
+            self._failed = False
             failure = await self._try(assignment)
             self._dispatcher.wake()  # what it held is free
             if failure is None:
@@ -88,7 +91,7 @@ class RequestRun:
                 self.count(failure)
             await self._back_off(failure)
         finish = self._finish()
-        await self._send(inference_pb2.GenerateResponse(finish=finish))
+        await self._tell(inference_pb2.GenerateResponse(finish=finish))
         return finish
 
     async def _waiting(self, decode: str | None = None) -> Waiting:
@@ -111,7 +114,8 @@ class RequestRun:
         log.debug("dispatched", decision=assignment.decision.kind, reason=assignment.decision.reason)
         try:
             async with Ticket(assignment, self.spec()) as ticket:
-                self.timeline.dispatch(ticket.started)
+                handover = assignment.prefill is not None and assignment.decode is not None
+                self.timeline.dispatch(ticket.started, handover=handover)
                 return await Follower(self, ticket).follow()
         finally:
             assignment.release()
@@ -147,7 +151,7 @@ class RequestRun:
             self._dispatcher.refused(self._refusals, failure.worker)
             self.measure.refused()
         if shown or not failure.refused:
-            self.usage.replays += 1
+            self._failed = True
         log.info("try_failed", reason=failure.reason, refused=failure.refused, shown_tokens=shown)
         self._trace(failure)
         if failure.refused:
@@ -177,7 +181,13 @@ class RequestRun:
         """Send what is new. Waits for a slow client, and meanwhile events gather for the next message."""
         output = self.answer.take()
         if output is not None:
-            await self._send(inference_pb2.GenerateResponse(output=output))
+            await self._tell(inference_pb2.GenerateResponse(output=output))
+
+    async def _tell(self, response: inference_pb2.GenerateResponse) -> None:
+        """Send `response`. One that is never taken stays marked: the wait that ended the request was for its client."""
+        self.timeline.sending = True
+        await self._send(response)
+        self.timeline.sending = False
 
     def _prompt_info(self) -> inference_pb2.PromptInfo:
         spec = self._resolved.spec

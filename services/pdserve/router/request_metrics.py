@@ -56,7 +56,7 @@ class RequestMetrics:
             "prompt_tokens_cached_total", "Prompt tokens whose KV came from a cache; in prompt_tokens_total, too."
         )
         self.generation_tokens = total("generation_tokens_total", "Answer tokens, as they come.")
-        self.replays = total("request_replays_total", "Tries that failed and were continued elsewhere.")
+        self.replays = total("request_replays_total", "Tries that began after one that failed; rearms are none.")
         self.rearms = total("request_rearms_total", "Reservations that went on with another prefill worker.")
         self.refusals = total("request_refusals_total", "Placements that a worker had no room for after all.")
         self.requests = count(

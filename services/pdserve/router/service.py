@@ -27,7 +27,7 @@ from pdserve.router.validate import MAX_MODEL_NAME, resolve, resolve_request_id
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort, status_code
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
-from pdserve.telemetry.tracing import TRACEPARENT, start_span, traceparent_of
+from pdserve.telemetry.tracing import TRACEPARENT, bounded_traceparent, start_span, traceparent_of
 from pdserve.v1 import inference_pb2, inference_pb2_grpc, stats_pb2
 
 log = structlog.get_logger(__name__)
@@ -79,7 +79,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         chat = request.WhichOneof("prompt") == "chat"
         operation = names.OPERATION_CHAT if chat else names.OPERATION_TEXT_COMPLETION
-        parent, name = metadata.get(TRACEPARENT, ""), f"{operation} {request.model}".rstrip()
+        parent = bounded_traceparent(metadata.get(TRACEPARENT, ""))
+        name = f"{operation} {request.model}".rstrip()
         span = start_span(name, parent, {names.OPERATION_NAME: operation, names.PROVIDER_NAME: names.PROVIDER})
         measure = Measure(self._meters, operation)
         record = Record(span, name, parent, measure)

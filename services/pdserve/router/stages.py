@@ -32,10 +32,14 @@ class Timeline(Stamps):
     offset: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
     gaps: array[float] = field(default_factory=lambda: array("d"))
     listener: TokenListener | None = None
+    handover: bool = False  # the KV goes from one worker to another between the first token and the second
+    sending: bool = False  # a message waits for its client to read; workers' events gather meanwhile
     _latest: int = 0
 
-    def dispatch(self, now: int) -> None:
+    def dispatch(self, now: int, *, handover: bool = False) -> None:
         """A try starts. Once a token was shown, later tries are gaps between tokens and no stage of their own."""
+        if not self.second:
+            self.handover = handover
         if not self.first:
             self.dispatched, self.reserved, self.ready = now, 0, 0
 
@@ -66,6 +70,12 @@ class Timeline(Stamps):
         return (self.first - self.arrived) / 1e9 if self.first else None
 
     @property
+    def open_gap(self) -> float:
+        """Seconds since the latest token, while the workers owe the next one; 0 before the first, and while a client
+        reads."""
+        return 0.0 if self.sending or not self.first else max(0, time.monotonic_ns() - self._latest) / 1e9
+
+    @property
     def tokens(self) -> int:
         """How many there were so far."""
         return len(self.gaps) + bool(self.first)
@@ -87,10 +97,10 @@ class Timeline(Stamps):
             first_step_ms=stages.first_step / 1e6,
         )
 
-    def record(self, traceparent: str, end: int) -> None:
+    def record(self, traceparent: str, end: int, *, complete: bool) -> None:
         """Spans below `traceparent` for the stages, one after the other, and for the rest; `end` is when all was over.
 
-        A stage that the request did not get to the end of lasts until then.
+        A stage that the request did not get to the end of lasts until then. `complete`: it got all its tokens.
         """
         stages, at = self.stages(), self.arrived
         for name, length in (
@@ -109,3 +119,13 @@ class Timeline(Stamps):
         elif not self.first:
             name = names.SPAN_PREFILL if self.dispatched else names.SPAN_QUEUE
             record_span(name, at + self.offset, end + self.offset, traceparent)
+        elif not complete:
+            self._record_first_gap(traceparent, at, end)
+
+    def _record_first_gap(self, traceparent: str, at: int, end: int) -> None:
+        """The gap after the first token, at `at`, that no second one closed: its stages as far as they are known."""
+        if self.handover and self.ready > at:
+            record_span(names.SPAN_TRANSFER, at + self.offset, self.ready + self.offset, traceparent)
+            at = self.ready
+        name = names.SPAN_TRANSFER if self.handover and not self.ready else names.SPAN_DECODE_WAIT
+        record_span(name, at + self.offset, end + self.offset, traceparent)

@@ -96,7 +96,8 @@ class TextCodec:
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **self._special_tokens)
         except Exception as error:  # a template is a program: it can fail in any way, and the input made it do so
-            raise InvalidRequest("chat.messages", f"the model's chat template refuses them: {error}") from error
+            message = f"the model's chat template refuses them ({type(error).__name__})"
+            raise InvalidRequest("chat.messages", message, detail=str(error)) from None  # its text may quote them
 
 
 class _GenerationTag(jinja2.ext.Extension):

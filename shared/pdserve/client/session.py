@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+import math
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Self, Unpack
 
+import grpc
 import grpc.aio
 
 from pdserve.client.aio import EventStream
@@ -21,7 +23,7 @@ from pdserve.client.exchange import Exchange
 from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.rpc.channel import connect
-from pdserve.rpc.errors import DeadlineExceeded, error_from_call, error_from_status
+from pdserve.rpc.errors import DeadlineExceeded, RpcError, error_from_call, error_from_status
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
 
@@ -31,7 +33,8 @@ _GRACE = 1.0
 
 class Session:
     """A stream to one router, opened by the first request and again by the next one after it was lost. Use it with
-    `async with`, or `close` it. It never retries: what was lost raises Unavailable."""
+    `async with`, or `close` it. It never retries: what was lost raises Unavailable, and what is asked of a closed one
+    RpcError with CANCELLED, as a `Client` does."""
 
     def __init__(self, target: str) -> None:
         """`target` is the router's host:port."""
@@ -50,7 +53,7 @@ class Session:
         await self.close()
 
     async def close(self) -> None:
-        """End the stream, which cancels what still runs on it."""
+        """End the stream, which cancels what still runs on it: its readers get RpcError with CANCELLED."""
         self._closed = True
         if self._stream is not None:
             await self._stream.close()
@@ -62,22 +65,23 @@ class Session:
 
     async def _events(self, exchange: Exchange) -> AsyncGenerator[Event]:
         if self._closed:
-            raise Unavailable("this session is closed")
-        if self._stream is None or self._stream.ended:
-            self._stream = _Stream(self._stub.Multiplex())
-        stream, number = self._stream, next(self._numbers)
-        lane = _Lane()
-        stream.lanes[number] = lane
-        timeout = exchange.timeout
-        timer = None
-        if timeout is not None:
-            late = DeadlineExceeded(f"no answer within {timeout:.3g} s")
-            timer = asyncio.get_running_loop().call_later(timeout + _GRACE, lane.fail, late)
+            raise _closed()
+        timeout = None if exchange.timeout is None or math.isinf(exchange.timeout) else exchange.timeout
+        # First, because it raises ValueError for a time that is none.
         begin = pb.MultiplexBegin(
             request=exchange.request,
             time_remaining_ms=0 if timeout is None else max(1, round(timeout * 1e3)),
             traceparent=exchange.metadata[0][1] if exchange.metadata else "",
         )
+        if self._stream is None or self._stream.ended:
+            self._stream = _Stream(self._stub.Multiplex())
+        stream, number = self._stream, next(self._numbers)
+        lane = _Lane()
+        timer = None
+        if timeout is not None:
+            late = DeadlineExceeded(f"no answer within {timeout:.3g} s")
+            timer = asyncio.get_running_loop().call_later(timeout + _GRACE, lane.fail, late)
+        stream.lanes[number] = lane
         finished = False
         try:
             stream.send(pb.MultiplexRequest(number=number, begin=begin))
@@ -151,6 +155,7 @@ class _Stream:
             self._outgoing.put_nowait(request)
 
     async def close(self) -> None:
+        self._end(_closed)  # not left to the task: cancelled before its first step, it runs none of its code
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -166,18 +171,28 @@ class _Stream:
         except grpc.aio.AioRpcError as error:
             failure = error
         finally:
-            self.ended = True
-            self._call.cancel()
+            self._end(lambda: error_from_call(failure) if failure else Unavailable("the stream to the router ended"))
             writing.cancel()
-            for lane in self.lanes.values():
-                lane.end(error_from_call(failure) if failure else Unavailable("the stream to the router ended"))
             await asyncio.gather(writing, return_exceptions=True)
+
+    def _end(self, error: Callable[[], PdserveError]) -> None:
+        """Cancel the call, and tell each lane an `error` of its own. Does nothing once the stream has ended."""
+        if self.ended:
+            return
+        self.ended = True
+        self._call.cancel()
+        for lane in self.lanes.values():
+            lane.end(error())
 
     async def _write(self) -> None:
         # A failed write says less about the end of the call than its reader is told.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await self._call.write(await self._outgoing.get())
+
+
+def _closed() -> RpcError:
+    return RpcError(grpc.StatusCode.CANCELLED, "this session is closed")
 
 
 def _joined(responses: list[pb.GenerateResponse]) -> list[pb.GenerateResponse]:

@@ -20,12 +20,16 @@ class PdserveError(Exception):
 
 
 class InvalidRequest(PdserveError):
-    """A request that can never succeed. `field` is its path in the API, such as ``sampling.top_p``."""
+    """A request that can never succeed. `field` is its path in the API, such as ``sampling.top_p``.
 
-    def __init__(self, field: str, message: str) -> None:
+    `detail` is for the client only: it may quote what the request said, so str(), which logs and traces take, lacks it.
+    """
+
+    def __init__(self, field: str, message: str, *, detail: str = "") -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
+        self.detail = detail
 
 
 class UnknownModel(PdserveError):

@@ -27,6 +27,7 @@ class Outcome(StrEnum):
 
     ANSWERED = "answered"
     CANCELLED = "cancelled"  # by its client
+    EXPIRED = "expired"  # its deadline passed, or the router's limit
     REFUSED = "refused"  # it could not have been answered: an error of the client's
     FAILED = "failed"
 
@@ -54,21 +55,32 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def judge(
-    outcome: Outcome, waited: float, ttft: float | None, gaps: Sequence[float], targets: SloTargets
+    outcome: Outcome,
+    waited: float,
+    ttft: float | None,
+    gaps: Sequence[float],
+    targets: SloTargets,
+    open_gap: float = 0.0,
 ) -> Verdict | None:
     """The verdict on a request that ended after `waited` seconds; `ttft` is None where no token came.
 
-    None: it says nothing about the deployment. That is so for the client's errors, and for a request that its client
-    cancelled while every target still held; one that was cancelled later, for having waited too long, has missed.
+    `open_gap` is how long the next token had been waited for. It is one of the gaps where nobody waited for its end,
+    and where it is too long already: a shorter one says nothing yet.
+
+    None: it says nothing about the deployment. That is so for the client's errors, and for a request that was cancelled
+    or expired while every target still held; one that ended so later, for having waited too long, has missed.
     """
     if outcome is Outcome.FAILED:
         return Verdict.FAILED
     if outcome is Outcome.REFUSED:
         return None
+    unfinished = outcome in (Outcome.CANCELLED, Outcome.EXPIRED)
+    if unfinished and open_gap > targets.itl:
+        gaps = [*gaps, open_gap]
     late = (waited if ttft is None else ttft) > targets.ttft
     stalled = bool(gaps) and percentile(gaps, targets.itl_percentile) > targets.itl
     if late and stalled:
         return Verdict.MISSED_BOTH
     if late or stalled:
         return Verdict.MISSED_TTFT if late else Verdict.MISSED_ITL
-    return None if outcome is Outcome.CANCELLED else Verdict.MET
+    return None if unfinished else Verdict.MET

@@ -46,9 +46,9 @@ class ModelPart:
     def check(self) -> None:
         """Raise ConfigError for counts that contradict each other."""
         counts = {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}
-        for name, count in counts.items():
-            if count < 0:
-                raise ConfigError(f"{self.name}: {name} must be 0 or more, got {count}")
+        for name, wanted in counts.items():
+            if wanted < 0:
+                raise ConfigError(f"{self.name}: {name} must be 0 or more, got {wanted}")
         if self.colocated and (self.prefill or self.decode):
             raise ConfigError(
                 f"{self.name}: colocated workers prefill for themselves; don't ask for prefill or decode too"

@@ -80,10 +80,12 @@ def status_code(error: PdserveError) -> grpc.StatusCode:
 def to_status(error: PdserveError) -> Status:
     """`error` as a google.rpc.Status with its details; texts are cut to what fits into trailers."""
     code, reason = _kind(error)
-    status = Status(code=code.value[0], message=_cut(str(error)))
+    detail = f": {error.detail}" if isinstance(error, InvalidRequest) and error.detail else ""
+    status = Status(code=code.value[0], message=_cut(str(error) + detail))
     _pack(status, error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
     if isinstance(error, InvalidRequest):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=_cut(error.message))
+        description = _cut(error.message + detail)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=description)
         _pack(status, error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, NoCapacity) and error.retry_after is not None:
         info = error_details_pb2.RetryInfo()

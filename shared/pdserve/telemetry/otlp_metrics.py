@@ -46,8 +46,8 @@ _UNITS = {"seconds": "s", "bytes": "By"}
 class OtlpMetrics:
     """Exports a registry every `interval` seconds, from a thread of its own, until `stop`.
 
-    `exporter` replaces OTLP over gRPC to `endpoint` (tests). A collector that is down is tried again at the next turn:
-    totals are cumulative, so nothing but resolution is lost.
+    `exporter` replaces OTLP over gRPC to `endpoint` (tests). A turn that fails, by a collector that is down or by an
+    error here, is logged and followed by the next one: totals are cumulative, so nothing but resolution is lost.
     """
 
     def __init__(
@@ -82,13 +82,19 @@ class OtlpMetrics:
         self._export()
 
     def _export(self) -> None:
+        try:
+            healthy, error = self._send(), None
+        except Exception as broken:  # whatever a gauge's callback raises: it must not end the turns to come
+            healthy, error = False, broken
+        if healthy != self._healthy or error is not None:
+            self._healthy = healthy
+            log.warning("otlp_metrics", exporting=healthy, exc_info=error)
+
+    def _send(self) -> bool:
         metrics = list(to_otel(self._registry.collect(), self._began, time.time_ns()))
         scope = ScopeMetrics(_SCOPE, metrics, "")
         data = MetricsData([ResourceMetrics(self._resource, [scope], "")])
-        healthy = self._exporter.export(data) is MetricExportResult.SUCCESS
-        if healthy != self._healthy:
-            self._healthy = healthy
-            log.warning("otlp_metrics", exporting=healthy)
+        return self._exporter.export(data) is MetricExportResult.SUCCESS
 
 
 def _grpc_exporter(endpoint: str) -> MetricExporter:

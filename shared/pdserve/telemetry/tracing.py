@@ -28,9 +28,11 @@ from pdserve.telemetry.resource import resource
 from pdserve.telemetry.ring import Attributes, RingTracer, SpanRing
 
 __all__ = [
+    "MAX_TRACEPARENT",
     "TRACEPARENT",
     "Attributes",
     "Span",
+    "bounded_traceparent",
     "current_traceparent",
     "extract",
     "fail_span",
@@ -44,8 +46,11 @@ __all__ = [
 ]
 
 TRACEPARENT = "traceparent"
+# Characters. Version 00 has 55; a later one may say more behind them.
+MAX_TRACEPARENT = 256
 
-_FORMAT = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+# Version ff is none, and 00 has nothing behind the flags.
+_FORMAT = re.compile(r"(?!ff|00.{54})[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 
 
 class _Tracer(Protocol):
@@ -171,15 +176,20 @@ def current_traceparent() -> str:
     return traceparent_of(trace.get_current_span())
 
 
-@lru_cache(maxsize=1024)  # a request's spans, and its messages to workers, share one
+def bounded_traceparent(given: str) -> str:
+    """What a caller gave, to keep and pass on; empty where it is longer than any traceparent."""
+    return given if len(given) <= MAX_TRACEPARENT else ""
+
+
 def extract(traceparent: str) -> SpanContext | None:
     """The span that a caller named; None for an empty or malformed string (a bad header never fails a request)."""
-    match = _FORMAT.match(traceparent)
-    if match is None:
-        return None
-    context = SpanContext(
-        int(match[1], 16), int(match[2], 16), is_remote=True, trace_flags=TraceFlags(int(match[3], 16))
-    )
+    match = _FORMAT.fullmatch(bounded_traceparent(traceparent))
+    return _context(match[1], match[2], match[3]) if match else None
+
+
+@lru_cache(maxsize=1024)  # a request's spans, and its messages to workers, share one
+def _context(trace_id: str, span_id: str, flags: str) -> SpanContext | None:
+    context = SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
     return context if context.is_valid else None
 
 

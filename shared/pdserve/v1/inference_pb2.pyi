@@ -698,7 +698,9 @@ class Usage(_message.Message):
     blocks_reused: _builtins.int
     """KV blocks that were taken from a cache instead of computed."""
     replays: _builtins.int
-    """How often the answer was continued on another pair of workers."""
+    """How often the answer was continued on another pair of workers: tries that began after one that failed. Another
+    prefill worker for a reservation that stood is none.
+    """
     prefill_worker: _builtins.str
     """The worker that computed the first token."""
     decode_worker: _builtins.str
@@ -816,7 +818,7 @@ class MultiplexBegin(_message.Message):
     time_remaining_ms: _builtins.int
     """Time to the request's deadline; 0: the router's own limit."""
     traceparent: _builtins.str
-    """W3C trace context; may be empty."""
+    """W3C trace context; may be empty. One of more than 256 characters is left out."""
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """As for Generate."""

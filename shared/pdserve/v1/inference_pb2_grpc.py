@@ -128,7 +128,8 @@ class InferenceServiceServicer:
         what is new of all of them, which costs a fraction of a stream for each. Each request gets what Generate would have
         sent. The end of the stream cancels those that still run.
 
-        Errors of single requests come as items. The call itself fails with INVALID_ARGUMENT for a number in use.
+        Errors of single requests come as items. A stream runs 4096 requests at a time; one more is such an error, with
+        RESOURCE_EXHAUSTED. The call itself fails with INVALID_ARGUMENT for a number in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

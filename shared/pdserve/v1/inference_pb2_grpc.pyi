@@ -60,7 +60,8 @@ class InferenceServiceStub:
     what is new of all of them, which costs a fraction of a stream for each. Each request gets what Generate would have
     sent. The end of the stream cancels those that still run.
 
-    Errors of single requests come as items. The call itself fails with INVALID_ARGUMENT for a number in use.
+    Errors of single requests come as items. A stream runs 4096 requests at a time; one more is such an error, with
+    RESOURCE_EXHAUSTED. The call itself fails with INVALID_ARGUMENT for a number in use.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """ListModels names the models that the fleet serves now: those that a worker could take a request for."""
@@ -117,7 +118,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     what is new of all of them, which costs a fraction of a stream for each. Each request gets what Generate would have
     sent. The end of the stream cancels those that still run.
 
-    Errors of single requests come as items. The call itself fails with INVALID_ARGUMENT for a number in use.
+    Errors of single requests come as items. A stream runs 4096 requests at a time; one more is such an error, with
+    RESOURCE_EXHAUSTED. The call itself fails with INVALID_ARGUMENT for a number in use.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """ListModels names the models that the fleet serves now: those that a worker could take a request for."""
@@ -183,7 +185,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         what is new of all of them, which costs a fraction of a stream for each. Each request gets what Generate would have
         sent. The end of the stream cancels those that still run.
 
-        Errors of single requests come as items. The call itself fails with INVALID_ARGUMENT for a number in use.
+        Errors of single requests come as items. A stream runs 4096 requests at a time; one more is such an error, with
+        RESOURCE_EXHAUSTED. The call itself fails with INVALID_ARGUMENT for a number in use.
         """
 
     @_abc_1.abstractmethod

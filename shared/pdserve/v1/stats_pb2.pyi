@@ -106,8 +106,8 @@ class ModelStats(_message.Message):
     waiting: _builtins.int
     """See running."""
     completed: _builtins.int
-    """Within the window: requests that were answered, those of them that met their latency targets, those that failed,
-    and those that their clients cancelled.
+    """Within the window: requests that were answered, those of them that met their latency targets, those that failed or
+    whose deadline passed, and those that their clients cancelled.
     """
     good: _builtins.int
     """See completed."""
@@ -118,15 +118,15 @@ class ModelStats(_message.Message):
     requests_per_second: _builtins.float
     """Requests that were answered."""
     output_tokens_per_second: _builtins.float
-    """Tokens of their answers."""
+    """Tokens of answers as they came, also of those that are not complete yet, or never will be."""
     prompt_tokens_per_second: _builtins.float
-    """Tokens of their prompts."""
+    """Prompt tokens of requests that were answered."""
     goodput: _builtins.float
     """Requests per second that met their latency targets."""
     cache_hit_rate: _builtins.float
     """Of the prompt tokens of answered requests, the share whose KV came from a cache."""
     replays: _builtins.int
-    """Continued on another pair of workers, within the window."""
+    """How often requests that ended within the window were continued under a new reservation, as in Usage."""
     @_builtins.property
     def ttft(self) -> Global___LatencyStats:
         """Arrival to first token."""

@@ -66,9 +66,8 @@ class RoleService(Protocol):
 class WorkerFront:
     """Engine, links, watch board, metrics and prefix client of one worker, and the loop that hands messages on."""
 
-    def __init__(self, settings: WorkerSettings, role: str) -> None:
-        self.settings, self.role = settings, role
-        self.worker_id = settings.name_worker(role)
+    def __init__(self, settings: WorkerSettings, role: str, worker_id: str) -> None:
+        self.settings, self.role, self.worker_id = settings, role, worker_id
         self.incarnation = secrets.token_hex(8)
         self.node = socket.gethostname()
         self.engine = EngineClient(settings.for_engine(role))
@@ -249,8 +248,8 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 MakeService = Callable[[WorkerFront], tuple[RoleService, Service]]
 
 
-async def _serve(settings: WorkerSettings, role: str, make: MakeService) -> None:
-    front = WorkerFront(settings, role)
+async def _serve(settings: WorkerSettings, role: str, worker_id: str, make: MakeService) -> None:
+    front = WorkerFront(settings, role, worker_id)
     service, own = make(front)
     export = Metrics(front.metrics.registry, role, front.worker_id)
     async with GrpcServer(settings, [own, *front.services()], export) as server:
@@ -267,14 +266,13 @@ def run_worker(role: str, make: MakeService, argv: Sequence[str] | None = None) 
     """The main function of a worker service. Returns the exit status: 0 after a stop, 1 after a failure."""
     settings = WorkerSettings.load(argv)
     setup_logs(role, settings.log_level)
-    stop_tracing = setup_tracing(
-        role, settings.otlp_endpoint, ring=settings.trace_ring, instance=settings.worker_id or ""
-    )
+    worker_id = settings.name_worker(role)
+    stop_tracing = setup_tracing(role, settings.otlp_endpoint, ring=settings.trace_ring, instance=worker_id)
     if settings.front_core_list and hasattr(os, "sched_setaffinity"):
         # By default the front shares the engine's cores: on another worker's it would be that one's jitter.
         os.sched_setaffinity(0, settings.front_core_list)
     try:
-        asyncio.run(_serve(settings, role, make))
+        asyncio.run(_serve(settings, role, worker_id, make))
     except ServiceFailed as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -155,3 +155,11 @@ def test_counts_that_fit_no_number_of_models_are_refused() -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("target", ["localhost", "http://127.0.0.1:8000/v1", "127.0.0.1:0", ":50051"])
+def test_a_target_is_host_and_port(target: str) -> None:
+    """Anything else is refused before a connection is tried, with what it should be."""
+    result = runner.invoke(app, ["status", "--target", target])
+    assert result.exit_code == 2
+    assert "must be host:port, such as 127.0.0.1:50051" in " ".join(result.stderr.replace("│", " ").split())

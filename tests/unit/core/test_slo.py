@@ -45,10 +45,28 @@ def test_a_failure_counts_and_an_error_of_the_client_does_not() -> None:
 
 def test_who_gave_up_waiting_has_been_missed_and_who_changed_their_mind_has_not() -> None:
     """Else a slow deployment would look good by those who did not wait for it."""
-    assert judge(Outcome.CANCELLED, 0.4, None, [], TARGETS) is None
-    assert judge(Outcome.CANCELLED, 0.6, None, [], TARGETS) is Verdict.MISSED_TTFT
-    assert judge(Outcome.CANCELLED, 9.0, 0.4, GOOD, TARGETS) is None
-    assert judge(Outcome.CANCELLED, 9.0, 0.4, SLOW, TARGETS) is Verdict.MISSED_ITL
+    for outcome in (Outcome.CANCELLED, Outcome.EXPIRED):
+        assert judge(outcome, 0.4, None, [], TARGETS) is None
+        assert judge(outcome, 0.6, None, [], TARGETS) is Verdict.MISSED_TTFT
+        assert judge(outcome, 8.42, 0.4, GOOD, TARGETS, open_gap=0.02) is None
+        assert judge(outcome, 9.0, 0.4, SLOW, TARGETS) is Verdict.MISSED_ITL
+
+
+def test_a_stall_that_nobody_waited_for_the_end_of_is_a_gap() -> None:
+    """One token, and then nothing: there is no closed gap to judge by."""
+    for outcome in (Outcome.CANCELLED, Outcome.EXPIRED):
+        assert judge(outcome, 30.0, 0.1, [], TARGETS, open_gap=29.9) is Verdict.MISSED_ITL
+        assert judge(outcome, 30.0, 0.6, [], TARGETS, open_gap=29.4) is Verdict.MISSED_BOTH
+        assert judge(outcome, 30.0, 0.1, [0.04] * 98, TARGETS, open_gap=25.0) is Verdict.MISSED_ITL
+        assert judge(outcome, 30.0, 0.1, GOOD, TARGETS, open_gap=21.9) is None, "one in 201, as in an answer"
+        assert judge(outcome, 0.14, 0.1, [], TARGETS, open_gap=0.04) is None
+    assert judge(Outcome.ANSWERED, 30.0, 0.1, [], TARGETS, open_gap=29.9) is Verdict.MET
+
+
+def test_an_open_gap_that_is_short_yet_does_not_water_down_the_others() -> None:
+    gaps = [0.04] * 98 + [1.0]
+    assert judge(Outcome.CANCELLED, 6.0, 0.1, gaps, TARGETS, open_gap=0.0) is Verdict.MISSED_ITL
+    assert judge(Outcome.CANCELLED, 6.0, 0.1, gaps, TARGETS, open_gap=0.01) is Verdict.MISSED_ITL
 
 
 @pytest.mark.parametrize("broken", [(0, 1, 99), (1, -1, 99), (1, 1, 0), (1, 1, 101), (float("inf"), 1, 99)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError, Unavailable, UnknownModel
+from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError, Unavailable, UnknownModel, UnknownRequest
 from pdserve.gateway.errors import from_pdserve
 from pdserve.rpc.errors import DeadlineExceeded, RpcError
 
@@ -15,6 +15,7 @@ from pdserve.rpc.errors import DeadlineExceeded, RpcError
     [
         (InvalidRequest("sampling.top_p", "no"), 400, "invalid_request_error", "invalid_value"),
         (UnknownModel("no"), 404, "invalid_request_error", "model_not_found"),
+        (UnknownRequest("no"), 404, "invalid_request_error", "request_not_found"),
         (NoCapacity("full", 2.0), 429, "rate_limit_error", "no_capacity"),
         (Unavailable("gone"), 503, "server_error", "unavailable"),
         (DeadlineExceeded("late"), 504, "server_error", "timeout"),
@@ -28,6 +29,11 @@ def test_status_by_grpc_code(error: PdserveError, status: int, kind: str, code: 
     found = from_pdserve(error)
     assert (found.status, found.kind, found.code) == (status, kind, code)
     assert set(found.body()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_what_is_unknown_is_named() -> None:
+    assert from_pdserve(UnknownModel("no")).param == "model"
+    assert from_pdserve(UnknownRequest("no")).param == "request_id"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from typing import Any
 
 import pytest
@@ -159,6 +160,45 @@ def test_unknown_fields_are_refused_with_the_nearest_known_one(body: Any, param:
     error = refusal(ChatBody, body)
     assert (error.param, error.code) == (param, "unknown_parameter")
     assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("x" * 1_000_000, ""), ("max_tokens" + "s" * 1_000_000, ""), ("prompt_cache_key" + "s" * 3, "prompt_cache_key")],
+)
+def test_a_long_name_is_cut_before_it_is_looked_at(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matching takes time that grows with the name's length, and a name may be as long as the body."""
+    looked_at: list[str] = []
+
+    def match(word: str, *rest: Any, **options: Any) -> list[str]:
+        looked_at.append(word)
+        return get_close_matches(word, *rest, **options)
+
+    monkeypatch.setattr("pdserve.gateway.parse.get_close_matches", match)
+    error = refusal(ChatBody, {"messages": MESSAGES, name: 1})
+    assert looked_at == [name[:100]]
+    assert (error.param, error.code) == (name[:100], "unknown_parameter")
+    assert error.message == f"{name[:100]}: there is no such field" + (f"; did you mean {near!r}?" if near else "")
+
+
+def test_a_long_name_in_a_path_is_cut() -> None:
+    error = refusal(ChatBody, {"messages": MESSAGES, "metadata": {"k" * 1_000_000: 1}})
+    assert error.param == "metadata." + "k" * 100
+    assert error.message == f"{error.param}: input should be a valid string"
+
+
+@pytest.mark.parametrize("key", ["2147483648", "4294967296", "9999999999", "0" * 11])
+def test_a_bias_for_what_is_no_token_id_is_refused(key: str) -> None:
+    error = refusal(ChatBody, {"messages": MESSAGES, "logit_bias": {key: 1}})
+    assert (error.param, error.code, error.message) == (
+        "logit_bias",
+        "invalid_value",
+        "logit_bias: keys must be token ids",
+    )
+
+
+def test_a_bias_for_the_last_token_id_is_taken() -> None:
+    assert chat(logit_bias={"2147483647": 1, "0": 2}).logit_bias == {2**31 - 1: 1.0, 0: 2.0}
 
 
 @pytest.mark.parametrize(

@@ -83,13 +83,30 @@ def test_a_second_token_that_came_before_the_first_is_seen_with_it() -> None:
         ("RESOURCE_EXHAUSTED", Outcome.FAILED, Verdict.FAILED),
         ("UNAVAILABLE", Outcome.FAILED, Verdict.FAILED),
         ("INTERNAL", Outcome.FAILED, Verdict.FAILED),
-        ("DEADLINE_EXCEEDED", Outcome.CANCELLED, Verdict.MISSED_TTFT),  # a second went by without a token
+        ("DEADLINE_EXCEEDED", Outcome.EXPIRED, Verdict.MISSED_TTFT),  # a second went by without a token
     ],
 )
 def test_failures_are_the_deployments_or_the_clients(code: str, outcome: Outcome, verdict: Verdict | None) -> None:
     heard = Heard()
     measured(heard).failed(grpc.StatusCode[code])
     assert heard.calls == [("ended", outcome, code, verdict, 0)]
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"), [("CANCELLED", Outcome.CANCELLED), ("DEADLINE_EXCEEDED", Outcome.EXPIRED)]
+)
+@pytest.mark.parametrize(
+    ("sending", "verdict"), [(False, Verdict.MISSED_ITL), (True, None)], ids=["workers wedged", "client does not read"]
+)
+def test_a_stall_after_the_last_token_counts_unless_it_is_the_clients(
+    code: str, outcome: Outcome, sending: bool, verdict: Verdict | None
+) -> None:
+    heard = Heard()
+    measure = measured(heard)
+    measure.timeline.token(measure.timeline.arrived + 100 * MS, 1)  # 900 ms ago
+    measure.timeline.sending = sending
+    measure.cancelled() if code == "CANCELLED" else measure.failed(grpc.StatusCode[code])
+    assert heard.calls[1:] == [("ended", outcome, code, verdict, 1)]
 
 
 def test_a_request_for_no_served_model_is_only_counted() -> None:

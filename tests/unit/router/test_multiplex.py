@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError
-from pdserve.router.multiplex import Multiplex
+from pdserve.router.multiplex import MAX_LANES, Multiplex, Outbox
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort, error_from_status
+from pdserve.telemetry.tracing import MAX_TRACEPARENT
 from pdserve.v1 import inference_pb2 as pb
 
 Handler = Callable[[pb.GenerateRequest, Any], Awaitable[None]]
@@ -48,6 +49,12 @@ class Client:
     def ask(self, *requests: pb.MultiplexRequest | None) -> None:
         for request in requests:
             self.requests.put_nowait(request)
+
+
+async def settle() -> None:
+    """Let everything run that does not wait for something."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def served(handler: Handler, *requests: pb.MultiplexRequest) -> list[pb.MultiplexItem]:
@@ -104,6 +111,16 @@ async def test_a_request_has_what_a_call_of_its_own_has() -> None:
     metadata, remaining = seen["a"]
     assert metadata == {"traceparent": "00-x"} and 4 < remaining <= 5
     assert seen["b"] == ({}, None)
+
+
+async def test_a_traceparent_that_is_too_long_for_one_is_left_out() -> None:
+    seen: list[int] = []
+
+    async def handler(request: pb.GenerateRequest, context: Any) -> None:
+        seen.append(sum(len(value) for _, value in context.invocation_metadata()))
+
+    await served(handler, *(begin(length, traceparent="x" * length) for length in (MAX_TRACEPARENT, 257, 10_000_000)))
+    assert seen == [256, 0, 0]
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("text", "no"), NoCapacity("full", 2.5), DeadlineExceeded("late")])
@@ -164,3 +181,104 @@ async def test_a_number_in_use_ends_the_call() -> None:
 
     with pytest.raises(InvalidRequest, match="has not ended"):
         await served(handler, begin(1), begin(1))
+
+
+async def test_an_item_that_was_not_sent_goes_with_its_writer() -> None:
+    """Else a peer that begins, cancels and never reads would have the router hold an answer for each."""
+    sent: list[list[int]] = []
+    reads = asyncio.Event()
+
+    async def send(message: pb.MultiplexResponse) -> None:
+        sent.append([item.number for item in message.items])
+        await reads.wait()
+
+    outbox = Outbox(send)
+    running = asyncio.create_task(outbox.run())
+    first = asyncio.create_task(outbox.put(pb.MultiplexItem(number=1)))
+    await settle()
+    assert sent == [[1]]
+    waiting = [asyncio.create_task(outbox.put(pb.MultiplexItem(number=7))) for _ in range(50)]  # all alike
+    kept = asyncio.create_task(outbox.put(pb.MultiplexItem(number=7)))
+    await settle()
+    for task in (first, *waiting):
+        task.cancel()
+    await settle()
+    assert len(outbox._items) == 1
+    kept.cancel()
+    await settle()
+    assert not outbox._items
+    reads.set()
+    await settle()
+    assert sent == [[1]], "nothing is left to send, so nothing is sent"
+    await asyncio.wait_for(outbox.put(pb.MultiplexItem(number=8)), 5)
+    assert sent == [[1], [8]]
+    running.cancel()
+
+
+async def test_a_peer_that_never_reads_makes_nothing_grow() -> None:
+    async def handler(request: pb.GenerateRequest, context: Any) -> None:
+        await context.write(text("x" * 1000))
+
+    client = Client()
+    client.reads.clear()
+    call = Multiplex(handler, client.send)
+    running = asyncio.create_task(call.run(client.stream()))
+    for number in range(200):
+        client.ask(begin(number))
+        await settle()
+        client.ask(cancel(number))
+        await settle()
+    assert client.messages.qsize() == 1, "the first is on its way"
+    assert not call._outbox._items and not call._tasks
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_more_than_a_stream_can_take_is_refused_one_after_the_other() -> None:
+    assert MAX_LANES == 4096
+    started: list[str] = []
+    finish = asyncio.Event()
+
+    async def handler(request: pb.GenerateRequest, context: Any) -> None:
+        started.append(request.text)
+        await finish.wait()
+
+    client = Client()
+    client.reads.clear()
+    call = Multiplex(handler, client.send, max_lanes=2)
+    running = asyncio.create_task(call.run(client.stream()))
+    client.ask(*(begin(number, request={"text": str(number)}) for number in range(100)))
+    await settle()
+    assert started == ["0", "1"]
+    assert client.messages.qsize() == 1 and not call._outbox._items and client.requests.qsize() == 97
+    client.reads.set()
+    await settle()
+    async with asyncio.timeout(5):
+        for number in range(2, 100):
+            [item] = (await client.messages.get()).items
+            error = error_from_status(item.error)
+            assert (item.number, type(error)) == (number, NoCapacity)
+            assert isinstance(error, NoCapacity) and error.retry_after == 1.0
+    client.ask(cancel(1))
+    await settle()
+    client.ask(begin(100, request={"text": "100"}), None)
+    await settle()
+    assert started == ["0", "1", "100"], "there is room again"
+    finish.set()
+    await asyncio.wait_for(running, 5)
+
+
+async def test_one_that_is_cancelled_before_it_began_takes_no_room() -> None:
+    async def handler(request: pb.GenerateRequest, context: Any) -> None:
+        await context.write(text("fine"))
+
+    requests = [request for number in range(10) for request in (begin(number), cancel(number))]
+    client = Client()
+    client.ask(*requests)
+    call = Multiplex(handler, client.send, max_lanes=10)
+    running = asyncio.create_task(call.run(client.stream()))
+    await settle()
+    assert not call._tasks
+    client.ask(begin(3), None)
+    await asyncio.wait_for(running, 5)
+    assert [item.number for item in client.messages.get_nowait().items] == [3]

@@ -139,6 +139,48 @@ def test_a_request_that_fails_while_it_is_computed_was_in_prefill_until_then() -
     assert made.summary().state == inference_pb2.REQUEST_STATE_CANCELLED
 
 
+@pytest.mark.parametrize(
+    ("handover", "ready", "expected"),
+    [
+        (True, 0, {"pdserve.transfer": (55, None)}),
+        (True, 58, {"pdserve.transfer": (55, 58), "pdserve.decode_wait": (58, None)}),
+        (True, 50, {"pdserve.decode_wait": (55, None)}),
+        (False, 0, {"pdserve.decode_wait": (55, None)}),
+    ],
+    ids=["in transfer", "transferred", "transferred early", "no transfer"],
+)
+def test_a_request_that_ends_before_its_second_token_shows_the_stage_that_it_waited_in(
+    handover: bool, ready: int, expected: dict[str, tuple[int, int | None]]
+) -> None:
+    measure = Measure((), "chat")
+    timeline = measure.timeline
+    timeline.arrived -= 1000 * MS
+    start = timeline.arrived
+    timeline.dispatch(start + 20 * MS, handover=handover)
+    timeline.token(start + 55 * MS, 1)
+    timeline.ready = start + ready * MS if ready else 0
+    made = record("a", measure)
+    made.cancelled()
+    spans = spans_of(made)
+    root, at = spans.pop("chat tiny"), start + timeline.offset
+    assert set(spans) == {"pdserve.queue", "pdserve.prefill", *expected}
+    for name, (began, ended) in expected.items():
+        assert spans[name].start_ns == at + began * MS and spans[name].parent_span_id == root.span_id
+        if ended is None:
+            assert spans[name].end_ns >= at + 1000 * MS, "it lasted until the end"
+        else:
+            assert spans[name].end_ns == at + ended * MS
+
+
+def test_an_answer_of_one_token_has_no_unfinished_stage() -> None:
+    measure = Measure((), "chat")
+    measure.timeline.dispatch(measure.timeline.arrived + MS, handover=True)
+    measure.timeline.token(measure.timeline.arrived + 2 * MS, 1)
+    made = record("a", measure)
+    made.done(inference_pb2.Finish(reason=inference_pb2.FINISH_REASON_LENGTH))
+    assert set(spans_of(made)) == {"chat tiny", "pdserve.queue", "pdserve.prefill"}
+
+
 def test_spans_are_moved_only_by_what_is_surely_a_difference() -> None:
     def moved(offset: int, error: int) -> tuple[int, int]:
         source = trace_pb2.TraceSource(clock_offset_ns=offset, clock_error_ns=error)

@@ -61,12 +61,28 @@ def test_what_runs_is_now_and_all_else_passes() -> None:
 
 def test_failures_and_cancels_do_not_count_as_prompts_that_were_answered() -> None:
     stats = RecentStats(Clock())
-    for outcome in (Outcome.ANSWERED, Outcome.FAILED, Outcome.REFUSED, Outcome.CANCELLED):
+    for outcome in Outcome:
         stats.started("tiny")
         stats.ended(ended(outcome, None, cached=100 if outcome is Outcome.ANSWERED else 0))
     told = stats.told("tiny", 0)
-    assert (told.completed, told.failed, told.cancelled, told.good) == (1, 2, 1, 0)
+    assert (told.completed, told.failed, told.cancelled, told.good) == (1, 3, 1, 0)
     assert told.cache_hit_rate == 1.0
+
+
+def test_rates_say_what_they_count() -> None:
+    """Requests and prompts of answers; tokens as they came, whatever became of their answers."""
+    clock = Clock()
+    stats = RecentStats(clock)
+    for outcome in Outcome:
+        stats.started("tiny")
+        stats.first_token("tiny", 0.1)
+        stats.gap("tiny", 0.02)
+        stats.ended(ended(outcome, None))
+    clock.now += 10.0
+    told = stats.told("tiny", 0)
+    assert told.requests_per_second == pytest.approx(0.1) == told.completed / 10
+    assert told.output_tokens_per_second == pytest.approx(2 * len(Outcome) / 10)
+    assert told.prompt_tokens_per_second == pytest.approx(10.0)
 
 
 def test_models_are_apart_and_a_new_one_is_empty() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ async def test_a_bad_template_is_an_invalid_request(folder: Path, template: str)
     with pytest.raises(InvalidRequest) as caught:
         await with_template(folder, template).render(MESSAGES)
     assert caught.value.field.startswith("chat")
+
+
+async def test_what_a_template_says_of_its_input_is_for_the_client_alone(folder: Path) -> None:
+    codec = with_template(folder, "{{ raise_exception(messages[0].role + ' must not say ' + messages[0].content) }}")
+    messages = [{"role": "spy", "content": "a secret"}]
+    with pytest.raises(InvalidRequest) as caught:
+        await codec.render(messages)
+    error = caught.value
+    assert str(error) == "chat.messages: the model's chat template refuses them (TemplateError)"
+    assert error.detail == "spy must not say a secret"
+    assert "secret" not in "".join(traceback.format_exception(error))
 
 
 async def test_a_model_without_template_refuses_chats_only(folder: Path) -> None:

@@ -78,6 +78,15 @@ async def test_round_trip(pair: tuple[Failing, Client], error: PdserveError, cod
         assert caught.value.code is code  # type: ignore[attr-defined]
 
 
+async def test_a_detail_reaches_the_client_and_not_our_logs(pair: tuple[Failing, Client]) -> None:
+    service, client = pair
+    service.error = InvalidRequest("chat.messages", "refused", detail="no role 'spy'")
+    with pytest.raises(InvalidRequest, match=r"chat\.messages: refused: no role 'spy'") as caught:
+        await client.models()
+    assert (caught.value.field, caught.value.message) == ("chat.messages", "refused: no role 'spy'")
+    assert str(service.error) == "chat.messages: refused"
+
+
 async def test_long_messages_are_cut_to_fit_the_trailers(pair: tuple[Failing, Client]) -> None:
     service, client = pair
     service.error = InvalidRequest("text", "ü" * 100_000)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE, Metric
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
+from prometheus_client.core import Metric as PrometheusMetric
+from structlog.testing import capture_logs
 
 from pdserve.telemetry import names
 from pdserve.telemetry.metrics import CollectorRegistry, count, gauge, histogram
@@ -91,3 +96,80 @@ def test_a_collector_that_is_away_costs_nothing_but_its_own_time() -> None:
     began = time.monotonic()
     OtlpMetrics(registry, resource("decode"), gone).start().stop()
     assert time.monotonic() - began < 6
+
+
+class Flaky(MetricExporter):
+    """Keeps what it is sent, and raises while it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises = False
+        self.turns = 0
+        self.sent: list[MetricsData] = []
+        self.turned = threading.Condition()
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 0, **_: Any) -> MetricExportResult:
+        with self.turned:
+            self.turn()
+            if self.raises:
+                raise OSError("a bug of the exporter's")
+            self.sent.append(metrics_data)
+        return MetricExportResult.SUCCESS
+
+    def turn(self) -> None:
+        with self.turned:
+            self.turns += 1
+            self.turned.notify_all()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        with self.turned:
+            assert self.turned.wait_for(until, 10)
+
+    def shutdown(self, timeout_millis: float = 0, **_: Any) -> None: ...
+    def force_flush(self, timeout_millis: float = 0) -> bool:
+        return True
+
+
+class Broken:
+    """A collector that raises, or gives what cannot be converted, while it is told to."""
+
+    def __init__(self, exporter: Flaky) -> None:
+        self.exporter, self.kind = exporter, ""
+
+    def collect(self) -> Iterable[object]:
+        if self.kind:
+            self.exporter.turn()
+        if self.kind == "collector":
+            raise ValueError("a bug of the collector's")
+        if self.kind == "conversion":
+            family = PrometheusMetric("half_seconds", "A histogram without buckets.", "histogram")
+            family.add_sample("half_seconds_sum", {}, 1.0)
+            return [family]
+        return []
+
+
+@pytest.mark.parametrize("kind", ["collector", "conversion", "exporter"])
+def test_a_turn_that_breaks_is_told_and_followed_by_the_next(kind: str) -> None:
+    exporter, registry = Flaky(), CollectorRegistry()
+    broken = Broken(exporter)
+    registry.register(broken)  # type: ignore[arg-type]
+    total = count(registry, "things_total", "Things.")
+    with capture_logs() as logs:
+        metrics = OtlpMetrics(registry, resource("decode"), "", interval=0.01, exporter=exporter).start()
+        exporter.wait(lambda: len(exporter.sent) >= 1)
+        with exporter.turned:
+            exporter.raises, broken.kind = kind == "exporter", kind
+            turns = exporter.turns
+        exporter.wait(lambda: exporter.turns >= turns + 4)
+        assert metrics._thread.is_alive()
+        total.inc(5)
+        with exporter.turned:
+            exporter.raises, broken.kind = False, ""
+            sent = len(exporter.sent)
+        exporter.wait(lambda: len(exporter.sent) >= sent + 2)
+        metrics.stop()
+    [scope] = exporter.sent[-1].resource_metrics[0].scope_metrics
+    assert [(metric.name, metric.data.data_points[0].value) for metric in scope.metrics] == [("pdserve_things", 5)]  # type: ignore[union-attr]
+    told = [(entry["exporting"], type(entry["exc_info"])) for entry in logs if entry["event"] == "otlp_metrics"]
+    assert len(told) >= 3 and told[-1] == (True, type(None)) and [exporting for exporting, _ in told].count(True) == 1
+    assert {error for _, error in told[:-1]} <= {ValueError, IndexError, OSError}
