@@ -164,7 +164,7 @@ def _own_engine(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _unmount_below(folder: Path) -> None:
-    """Unmount what a daemon that ran containers leaves: its network namespace, and what a kill would leave beside it."""
+    """Unmount what a daemon that ran containers leaves: its network namespace, and what a kill would leave."""
     mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
     for place in reversed([place for place in mounts if Path(place).is_relative_to(folder)]):
         subprocess.run(["umount", "--lazy", place], check=True, capture_output=True)
