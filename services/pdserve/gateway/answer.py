@@ -20,7 +20,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.gateway.call import Call, call_of
 from pdserve.gateway.chunks import DONE, Chunks, Head, Whole, event
 from pdserve.gateway.disconnect import hang_up, unless_disconnected
-from pdserve.gateway.errors import ApiError, error_response, from_pdserve, internal
+from pdserve.gateway.errors import ApiError, error_response, from_pdserve, internal, loggable
 from pdserve.gateway.fan import merge
 from pdserve.gateway.routers import Routers
 from pdserve.gateway.translate import Job
@@ -60,7 +60,7 @@ class Answer(Response):
             await (self._stream(call, send) if self._job.stream else self._whole(call, send))
         except (ApiError, PdserveError) as raised:
             error = raised if isinstance(raised, ApiError) else from_pdserve(raised, self._job.renames)
-            log.info("request_failed", route=call.route, status=error.status, error=error.message)
+            log.info("request_failed", route=call.route, **loggable(error))
             await self._fail(error, call, scope, receive, send)
         except Exception as raised:
             log.error("request_broken", route=call.route, error=repr(raised), exc_info=raised)

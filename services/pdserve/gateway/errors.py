@@ -67,6 +67,12 @@ class ApiError(Exception):
         return {"retry-after": str(math.ceil(milliseconds / 1000)), "retry-after-ms": str(milliseconds)}
 
 
+def loggable(error: ApiError) -> dict[str, Any]:
+    """What a log may say of `error`: a client's mistake is explained in words that may quote its prompt, so without them."""
+    fields: dict[str, Any] = {"status": error.status, "param": error.param, "code": error.code}
+    return fields if 400 <= error.status < 429 else {**fields, "error": error.message}
+
+
 def error_response(error: ApiError) -> Response:
     """`error` as OpenAI's clients expect it."""
     body = msgspec.json.encode(error.body())

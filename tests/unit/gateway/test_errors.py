@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError, Unavailable, UnknownModel, UnknownRequest
-from pdserve.gateway.errors import from_pdserve
+from pdserve.gateway.errors import ApiError, from_pdserve, invalid, loggable
 from pdserve.rpc.errors import DeadlineExceeded, RpcError
 
 
@@ -71,3 +71,11 @@ def test_fields_get_the_names_that_the_client_used(field: str, param: str | None
     found = from_pdserve(InvalidRequest(field, "is wrong"), renames)
     assert found.param == param
     assert found.message == (f"{param}: is wrong" if param else "is wrong")
+
+
+def test_a_log_says_of_a_bad_request_only_which_field_it_was() -> None:
+    """The message may quote the prompt; of the fleet's own failures it is what the log is for."""
+    bad = invalid("messages", "the model's chat template refuses them: no role wizard-of-secrets")
+    assert loggable(bad) == {"status": 400, "param": "messages", "code": "invalid_value"}
+    full = ApiError(429, "1024 requests wait already", kind="overloaded", code="no_capacity")
+    assert loggable(full)["error"] == "1024 requests wait already"
