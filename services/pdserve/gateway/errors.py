@@ -68,7 +68,7 @@ class ApiError(Exception):
 
 
 def loggable(error: ApiError) -> dict[str, Any]:
-    """What a log may say of `error`: a client's mistake is explained in words that may quote its prompt, so without them."""
+    """What a log may say of `error`: of a mistake of the client's not the words, which may quote its prompt."""
     fields: dict[str, Any] = {"status": error.status, "param": error.param, "code": error.code}
     return fields if 400 <= error.status < 429 else {**fields, "error": error.message}
 
