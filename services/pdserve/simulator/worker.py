@@ -38,7 +38,6 @@ class Request:
     done_at: float = -1.0
     dispatched_at: float = -1.0
     cached: int = 0  # tokens of the first prefill that were cached
-    computed: int = 0  # prompt tokens that were computed for it, all tries
     gaps: list[tuple[float, int]] = field(default_factory=list)
     tries: int = 0
 
@@ -269,7 +268,6 @@ class Worker:
         through = []
         for job, count in batch:
             job.computed += count
-            job.request.computed += count
             self.backlog -= count
             self._publish(job)
             if job.computed == job.goal:
