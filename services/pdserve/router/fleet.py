@@ -78,7 +78,7 @@ class Fleet:
     def view(self, model: ServedModel) -> FleetView:
         """An immutable view of the workers of `model`."""
         views = (worker.view() for worker in self.of(model))
-        return FleetView(tuple(view for view in views if view is not None), self.unanswered)
+        return FleetView.of_workers((view for view in views if view is not None), self.unanswered)
 
     @property
     def unanswered(self) -> tuple[str, ...]:

@@ -238,7 +238,7 @@ class Simulation:
         return self._index.leading(request.hashes)
 
     def _view(self) -> FleetView:
-        return FleetView(tuple(self._worker_view(worker) for worker in self.workers.values()))
+        return FleetView.of_workers(self._worker_view(worker) for worker in self.workers.values())
 
     def _worker_view(self, worker: Worker) -> WorkerView:
         known = self._views.get(worker.worker_id)

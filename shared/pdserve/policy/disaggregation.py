@@ -1,6 +1,7 @@
-"""Where a prompt is computed: on a prefill worker, on the decode worker itself, or not yet.
+"""Where a prompt may be computed: on a prefill worker, on the decode worker itself, or not yet.
 
-Disaggregation never falls back silently: a fleet that has prefill workers waits for one of them, and says so.
+Disaggregation never falls back silently: a fleet that has prefill workers waits for one of them unless it was told
+otherwise, and the reason is part of every decision.
 """
 
 from __future__ import annotations
@@ -8,32 +9,65 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdserve.policy.fleet import FleetView, PlacementRequest, Role, WorkerView
+from pdserve.policy.fleet import FleetView, PlacementRequest, WorkerView
 
 
-class Place(StrEnum):
-    REMOTE = "remote"
-    LOCAL = "local"
-    WAIT = "wait"
+class NoWorker(StrEnum):
+    """What to do while no worker of a role is up."""
+
+    WAIT = "wait"  # for a stated time
+    LOCAL = "local"  # decode workers compute prompts; without those, as WAIT
+    FAIL = "fail"
+
+
+class Protect(StrEnum):
+    """Which target goes first where not both can be kept."""
+
+    ITL = "protect-itl"  # prompts wait before decode workers are oversubscribed
+    TTFT = "protect-ttft"
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlace:
-    place: Place
+class Rules:
+    """What a deployment decides. `no_worker_seconds` is how long NoWorker.WAIT waits."""
+
+    protect: Protect = Protect.ITL
+    local_prefill: bool = True
+    no_worker: NoWorker = NoWorker.WAIT
+    no_worker_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """`remote` and `local` are where prompts may be computed; `reason` says why not in both. `down`: give up."""
+
+    remote: bool
+    local: bool
     reason: str
+    down: bool = False
 
 
-def choose_prefill_place(view: FleetView, request: PlacementRequest, decode: WorkerView) -> PrefillPlace:
-    """Where to compute the prompt of a sequence that `decode` is going to continue."""
-    held, block = request.held_tokens(decode), decode.layout.block_size
-    if held and request.tokens - held <= block:
-        return PrefillPlace(Place.LOCAL, f"decode worker holds {held} of {request.tokens} tokens")
-    known = view.of(Role.PREFILL)
-    if any(worker.usable for worker in known):
-        return PrefillPlace(Place.REMOTE, "prefill workers are up")
-    if known:
-        return PrefillPlace(Place.WAIT, f"all prefill workers are down or draining ({len(known)} known)")
+def prefill_places(view: FleetView, request: PlacementRequest, rules: Rules) -> Places:
+    """Where this fleet computes prompts now."""
+    if any(worker.usable for worker in view.prefill):
+        return Places(True, rules.local_prefill, "prefill workers are up")
+    if view.prefill:
+        reason = f"all prefill workers are down or draining ({len(view.prefill)} known)"
+        if rules.no_worker is NoWorker.LOCAL:
+            return Places(False, True, reason)
+        return Places(False, False, reason, down=gives_up(request, rules))
     if view.unanswered:
         names = ", ".join(view.unanswered)
-        return PrefillPlace(Place.WAIT, f"no prefill worker known, and {names} not heard from yet")
-    return PrefillPlace(Place.LOCAL, "no prefill workers in this fleet")
+        return Places(False, False, f"no prefill worker known, and {names} not heard from yet")
+    return Places(False, True, "no prefill workers in this fleet")
+
+
+def gives_up(request: PlacementRequest, rules: Rules) -> bool:
+    """Whether a request for which no worker is up has waited long enough."""
+    return rules.no_worker is NoWorker.FAIL or request.down_for >= rules.no_worker_seconds
+
+
+def holds_prompt(request: PlacementRequest, decode: WorkerView) -> bool:
+    """Whether `decode` has so much of the prompt that the rest, at most a block, is computed there in one step."""
+    held = request.held_tokens(decode)
+    return held > 0 and request.tokens - held <= decode.layout.block_size

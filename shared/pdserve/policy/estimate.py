@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+ENOUGH = 4  # steps of a kind; the first ones are cold
 # A step counts half as much after about 350 more.
 FORGETTING = 0.998
 # Values that bring the five inputs to about 1, so that one start fits all: tokens of a chunk, of a prompt squared,
@@ -26,25 +27,37 @@ _COUNT = len(_SCALES)
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Coefficients in seconds, each 0 or more, as named above. `steps` is how many they were learned from; 0: nothing
-    is known."""
+    """Coefficients in seconds, each 0 or more, as named above. `prompts` and `answers` are the steps with prompts and
+    with answers that they were learned from: where there were few, nothing is known of such work."""
 
     step: float = 0.0
     token: float = 0.0
     square: float = 0.0
     answer: float = 0.0
     read: float = 0.0
-    steps: int = 0
+    prompts: int = 0
+    answers: int = 0
 
-    def prefill_seconds(self, cached: int, tokens: int, chunk: int) -> float:
-        """For a prompt of `tokens` tokens of which `cached` have KV, alone, in chunks of at most `chunk`."""
-        new = max(0, tokens - cached)
-        chunks = max(1, -(-new // max(1, chunk)))
-        return self.step * chunks + self.token * new + self.square * (tokens * tokens - cached * cached)
+    @property
+    def knows_prompts(self) -> bool:
+        return self.prompts >= ENOUGH
+
+    @property
+    def knows_answers(self) -> bool:
+        return self.answers >= ENOUGH
+
+    def prompt_seconds(self, new: int, squares: int, chunk: int) -> float:
+        """For prompts of `new` tokens in all, worth `squares`, alone, in chunks of at most `chunk`."""
+        return self.step * -(-new // max(1, chunk)) + self.token * new + self.square * squares
 
     def decode_seconds(self, decoding: int, context: int) -> float:
         """For one step of answers alone: what lies between two tokens of each."""
         return self.step + self.answer * decoding + self.read * context
+
+
+UNKNOWN = Speed()
+# What to compare work by where no worker has said anything.
+NOMINAL = Speed(step=5e-3, token=1e-4, answer=1e-4, read=1e-7)
 
 
 class SpeedEstimate:
@@ -53,7 +66,7 @@ class SpeedEstimate:
     def __init__(self) -> None:
         self._weights = [0.0] * _COUNT
         self._variance = [[_DOUBT if row == column else 0.0 for column in range(_COUNT)] for row in range(_COUNT)]
-        self._steps = 0
+        self._prompts = self._answers = 0
 
     def observe(self, new: int, squares: int, decoding: int, context: int, seconds: float) -> None:
         """Take in one step. Costs some ten microseconds."""
@@ -72,14 +85,15 @@ class SpeedEstimate:
             for cells in variance:
                 for column in range(_COUNT):
                     cells[column] /= FORGETTING
-        self._steps += 1
+        self._prompts += new > 0
+        self._answers += decoding > 0
 
     @property
     def speed(self) -> Speed:
         step, token, square, answer, read = (
             max(0.0, weight / scale) for weight, scale in zip(self._weights, _SCALES, strict=True)
         )
-        return Speed(step, token, square, answer, read, self._steps)
+        return Speed(step, token, square, answer, read, self._prompts, self._answers)
 
 
 def squares(chunks: Sequence[tuple[int, int]]) -> int:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Self
 
 from pdserve.core.layout import KVLayout
+from pdserve.core.slo import SloTargets
+from pdserve.policy.estimate import NOMINAL, UNKNOWN, Speed
 from pdserve.policy.reservation import reserved_tokens
+
+# What nobody named is measured against these, and holds nobody up (see PlacementRequest.stated).
+DEFAULT_TARGETS = SloTargets(0.5, 0.05, 99.0)
 
 
 class Role(StrEnum):
@@ -29,8 +35,10 @@ class WorkerView:
 
     `available_blocks` is free plus evictable blocks as last reported. What the router sent since, and the report
     cannot know of yet, is counted beside it: `in_flight_blocks`. `outstanding_tokens` are those of sequences that this
-    router sent and has not seen the end of, `prefill_tokens` those of them without a first token. The `reported_`
-    figures count every router's work. `links` are the worker's KV links that are up, by the peer's worker id.
+    router sent and has not seen the end of, `prefill_tokens` those that have to be computed before a first token. The
+    `reported_` figures count every router's work. `claimed` ones wait in this router until the worker takes more.
+    `squares` are of tokens that wait to be computed, as in `policy.estimate`. `links` are the worker's KV links that
+    are up, by the peer's worker id. `node` is the machine's name.
     """
 
     worker_id: str
@@ -47,12 +55,18 @@ class WorkerView:
     in_flight_blocks: int = 0
     outstanding_tokens: int = 0
     prefill_tokens: int = 0
+    prefill_squares: int = 0
     sequences: int = 0
     # How many sequences this router has sent here so far: the last tie-break, so that equals take turns.
     placed: int = 0
     reported_sequences: int = 0
     reported_prefill_tokens: int = 0
+    reported_prefill_squares: int = 0
     reported_owned_blocks: int = 0
+    claimed_tokens: int = 0
+    claimed_squares: int = 0
+    speed: Speed = UNKNOWN
+    node: str = ""
     links: Mapping[str, LinkFacts] = field(default_factory=dict, hash=False)
 
     @property
@@ -75,6 +89,21 @@ class WorkerView:
         return max(self.prefill_tokens, self.reported_prefill_tokens)
 
     @property
+    def backlog_squares(self) -> int:
+        """Of what waits to be computed, with what waits in the router for it."""
+        return max(self.prefill_squares, self.reported_prefill_squares) + self.claimed_squares
+
+    @property
+    def accepts_prompt(self) -> bool:
+        """A worker with a step's worth of prompts waits for no more: later ones are decided later, with newer views."""
+        return self.prefill_backlog < max(1, self.max_num_batched_tokens)
+
+    @property
+    def answers(self) -> int:
+        """Sequences that are here, or will be soon."""
+        return max(self.sequences, self.reported_sequences)
+
+    @property
     def load(self) -> int:
         """Tokens that this worker has to do with: its backlog, or for a decode worker all that its sequences hold."""
         if self.role is Role.PREFILL:
@@ -83,39 +112,108 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
+class Assumed:
+    """How fast workers are that have not computed enough yet: as the slowest that has; NOMINAL where none has, so that
+    tokens are all that is compared."""
+
+    prompts: Speed = NOMINAL
+    answers: Speed = NOMINAL
+
+    @classmethod
+    def of(cls, workers: Iterable[WorkerView]) -> Self:
+        prompts = answers = NOMINAL
+        for worker in workers:
+            speed = worker.speed
+            if speed.knows_prompts and (prompts is NOMINAL or speed.token > prompts.token):
+                prompts = speed
+            if speed.knows_answers and (answers is NOMINAL or speed.step > answers.step):
+                answers = speed
+        return cls(prompts, answers)
+
+
+@dataclass(frozen=True, slots=True)
 class FleetView:
-    """All workers of one model that the router knows, also those that are down.
+    """All workers of one model that the router knows, also those that are down; `index` finds them by id.
 
     `unanswered` are configured endpoints that have not answered yet, so that their role is unknown; the router leaves
-    an endpoint out once it was silent for longer than starting takes.
+    an endpoint out once it was silent for longer than starting takes. `assumed` is what to take of workers whose own
+    speed is not known yet.
     """
 
-    workers: tuple[WorkerView, ...] = ()
+    prefill: tuple[WorkerView, ...] = ()
+    decode: tuple[WorkerView, ...] = ()
+    index: Mapping[str, WorkerView] = field(default_factory=dict, hash=False)
     unanswered: tuple[str, ...] = ()
+    assumed: Assumed = Assumed()
+
+    @classmethod
+    def of_workers(cls, workers: Iterable[WorkerView], unanswered: tuple[str, ...] = ()) -> Self:
+        """A view of `workers`, whose ids differ."""
+        pools: dict[Role, list[WorkerView]] = {Role.PREFILL: [], Role.DECODE: []}
+        for worker in workers:
+            pools[worker.role].append(worker)
+        everyone = {worker.worker_id: worker for pool in pools.values() for worker in pool}
+        assumed = Assumed.of(everyone.values())
+        return cls(tuple(pools[Role.PREFILL]), tuple(pools[Role.DECODE]), everyone, unanswered, assumed)
 
     def of(self, role: Role) -> tuple[WorkerView, ...]:
-        return tuple(worker for worker in self.workers if worker.role is role)
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def prompt_speed(self, worker: WorkerView) -> Speed:
+        """How fast `worker` computes prompts, or probably does."""
+        return worker.speed if worker.speed.knows_prompts else self.assumed.prompts
+
+    def answer_speed(self, worker: WorkerView) -> Speed:
+        """As `prompt_speed`, of answers."""
+        return worker.speed if worker.speed.knows_answers else self.assumed.answers
+
+    def claimed(self, worker_id: str, tokens: int, squares: int) -> FleetView:
+        """This view, but for a prompt that waits in the router until the prefill worker `worker_id` takes more."""
+        worker = self.index[worker_id]
+        more = replace(
+            worker,
+            claimed_tokens=worker.claimed_tokens + tokens,
+            claimed_squares=worker.claimed_squares + squares,
+        )
+        prefill = tuple(more if other is worker else other for other in self.prefill)
+        return replace(self, prefill=prefill, index={**self.index, worker_id: more})
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
     """What placing a sequence depends on.
 
-    `tokens` are its given tokens (prompt and shown answer), `remaining` is how many more it may produce, `held` is
-    worker id -> leading full blocks in that worker's cache, `excluded` are workers that refused it a moment
-    ago, and `was_refused` says that one did at any time: from then on its cached blocks are not counted as room.
+    `tokens` are its given tokens (prompt and shown answer), `remaining` is how many more it may produce and `expected`
+    how many it probably will (0: nothing is known). `held` is worker id -> leading full blocks in that worker's cache,
+    `excluded` are workers that refused it a moment ago, and `was_refused` says that one did at any time: from then on
+    its cached blocks are not counted as room. `near` are workers that had its conversation last.
+
+    `waited` are the seconds since it arrived, `down_for` those since which no worker was up for it. It is `stated` where somebody asked for its `targets`: then it waits for
+    a place that keeps them. `draw` is its random number, for fleets of which only a sample is looked at.
     """
 
     tokens: int
     remaining: int
-    held: dict[str, int] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
     was_refused: bool = False
+    expected: int = 0
+    near: frozenset[str] = frozenset()
+    targets: SloTargets = DEFAULT_TARGETS
+    stated: bool = False
+    waited: float = 0.0
+    down_for: float = 0.0
+    draw: int = 0
 
     def blocks(self, worker: WorkerView, *, decoding: bool) -> int:
         """KV blocks that the sequence takes on `worker`: its given tokens, and, where it decodes, a look-ahead."""
         remaining = self.remaining if decoding else 0
         return worker.layout.blocks_for(reserved_tokens(self.tokens, remaining, worker.lookahead_tokens))
+
+    def blocks_to_end(self, worker: WorkerView) -> int:
+        """KV blocks that the sequence probably has in its end."""
+        more = min(self.expected, self.remaining) if self.expected else 0
+        return worker.layout.blocks_for(self.tokens + more)
 
     def held_tokens(self, worker: WorkerView) -> int:
         """Leading tokens that `worker` need not compute. The last one is always computed, for its logits."""

@@ -1,8 +1,12 @@
-"""Which workers hold which blocks: an index from block hash to holders, bounded, kept from what workers report."""
+"""Which workers hold which blocks: an index from block hash to holders, bounded, kept from what workers report.
+
+Holders are the bits of one number a block, so that following a prompt's blocks costs one bitwise and each, however many
+workers there are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class PrefixIndex:
@@ -13,46 +17,75 @@ class PrefixIndex:
 
     def __init__(self, limit: int = 1 << 20) -> None:
         self.limit = limit
-        self._holders: dict[bytes, set[str]] = {}
+        self._masks: dict[bytes, int] = {}
         self._hashes: dict[str, dict[bytes, None]] = {}
+        self._bits: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._free: list[int] = []
 
     def update(self, holder: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Note what entered and left `holder`'s cache. A hash in both counts as removed, the safe side."""
         hashes = self._hashes.setdefault(holder, {})
+        bit = 1 << self._number(holder)
         for digest in stored:
             hashes[digest] = None
-            self._holders.setdefault(digest, set()).add(holder)
+            self._masks[digest] = self._masks.get(digest, 0) | bit
         for digest in removed:
             if digest in hashes:
                 del hashes[digest]
-                self._forget(holder, digest)
+                self._forget(bit, digest)
         while len(hashes) > self.limit:
             oldest = next(iter(hashes))
             del hashes[oldest]
-            self._forget(holder, oldest)
+            self._forget(bit, oldest)
 
     def drop(self, holder: str) -> None:
         """Forget everything about `holder`: it is gone, or another incarnation."""
-        for digest in self._hashes.pop(holder, {}):
-            self._forget(holder, digest)
+        number = self._bits.pop(holder, None)
+        if number is None:
+            return
+        for digest in self._hashes.pop(holder):
+            self._forget(1 << number, digest)
+        del self._names[number]
+        self._free.append(number)
 
     def leading(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """Holder -> how many of the first `hashes` it has without a gap. Holders of none are left out."""
         counts: dict[str, int] = {}
-        alive: set[str] = set()
+        if not hashes:
+            return counts
+        masks = self._masks
+        alive = masks.get(hashes[0], 0)
         for index, digest in enumerate(hashes):
-            holders = self._holders.get(digest)
-            still = set() if holders is None else set(holders) if index == 0 else alive & holders
-            if len(still) != len(alive) and index:
-                counts.update(dict.fromkeys(alive - still, index))
-            alive = still
-            if not alive:
-                break
-        counts.update(dict.fromkeys(alive, len(hashes)))
+            still = alive & masks.get(digest, 0)
+            if still != alive:
+                counts.update((name, index) for name in self._named(alive & ~still))
+                alive = still
+                if not alive:
+                    return counts
+        counts.update((name, len(hashes)) for name in self._named(alive))
         return counts
 
-    def _forget(self, holder: str, digest: bytes) -> None:
-        holders = self._holders[digest]
-        holders.discard(holder)
-        if not holders:
-            del self._holders[digest]
+    def __len__(self) -> int:
+        """How many different blocks it knows of."""
+        return len(self._masks)
+
+    def _number(self, holder: str) -> int:
+        number = self._bits.get(holder)
+        if number is None:
+            number = self._bits[holder] = self._free.pop() if self._free else len(self._bits)
+            self._names[number] = holder
+        return number
+
+    def _named(self, mask: int) -> Iterator[str]:
+        while mask:
+            bit = mask & -mask
+            yield self._names[bit.bit_length() - 1]
+            mask ^= bit
+
+    def _forget(self, bit: int, digest: bytes) -> None:
+        left = self._masks[digest] & ~bit
+        if left:
+            self._masks[digest] = left
+        else:
+            del self._masks[digest]

@@ -1,132 +1,155 @@
-"""Which workers a sequence goes to. Pure: the same view and request give the same decision.
+"""Which workers a sequence goes to. Pure: the same view, request and rules give the same decision.
 
-A candidate's cost is the tokens that it still has to compute for this sequence plus the tokens that it has to do with
-already. So a cached prefix decides between equals, but a prefix that everybody shares does not pull everybody to one
-worker. What is left of ties goes to the one that was given fewest so far, then to more room, then to the lower id.
+A decision is a comparison of predicted seconds: for each prefill worker the prompts ahead, computing what it lacks of
+this one, and the part of the transfer that shows; for each decode worker the gap between tokens once this answer has
+joined. The pair that keeps both targets at the least cost wins; where none does, the least violation (see
+`Rules.protect`). So a cached prefix decides between equals, but one that everybody shares does not pull everybody to
+one worker: when its holder has a queue, computing it elsewhere is faster, and from then on there are two holders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pdserve.policy.disaggregation import Place, choose_prefill_place
-from pdserve.policy.fleet import FleetView, PlacementRequest, Role, WorkerView
-from pdserve.policy.reservation import fits
+from pdserve.policy.disaggregation import Places, Protect, Rules, gives_up, holds_prompt, prefill_places
+from pdserve.policy.fleet import FleetView, PlacementRequest, WorkerView
+from pdserve.policy.options import DecodeOption, Option, decode_options, options, prefill_options, shortlist, with_room
+
+SHOWN = 6  # options that a decision keeps for whoever wants to know
+DEFAULT_RULES = Rules()
 
 
 class Kind(StrEnum):
     REMOTE = "remote"  # a pair: prefill there, decode here
     LOCAL = "local"  # the decode worker does both
     PREFILL_ONLY = "prefill_only"  # one token: nobody takes the KV
+    DEFER = "defer"  # wait for the prefill worker that is named; others need not wait with it
     WAIT = "wait"  # nothing now; ask again when the view has changed
+    DOWN = "down"  # nobody is up, and nobody waits for that any longer
     NEVER = "never"  # no worker of this fleet could ever take it
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where to, by worker id, and why."""
+    """Where to, by worker id, and why; `options` are what it was chosen from, best first."""
 
     kind: Kind
     reason: str
     prefill: str | None = None
     decode: str | None = None
+    options: tuple[Option, ...] = ()
 
     @property
     def placed(self) -> bool:
-        return self.kind not in (Kind.WAIT, Kind.NEVER)
+        return self.kind in (Kind.REMOTE, Kind.LOCAL, Kind.PREFILL_ONLY)
 
 
-def choose_pair(view: FleetView, request: PlacementRequest) -> Decision:
+def choose_pair(view: FleetView, request: PlacementRequest, rules: Rules = DEFAULT_RULES) -> Decision:
     """Decide for one sequence. Changes nothing; the caller accounts for what it places before it asks again."""
-    if request.remaining <= 1 and view.of(Role.PREFILL):
-        return _prefill_only(view, request)
-    decoders = [worker for worker in view.of(Role.DECODE) if worker.usable]
-    if not decoders:
-        return Decision(Kind.WAIT, "no decode worker is up")
-    if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in view.of(Role.DECODE)):
-        largest = max(worker.total_blocks * worker.layout.block_size for worker in decoders)
-        return Decision(Kind.NEVER, f"{request.tokens} tokens, the largest decode worker has room for {largest}")
-    waits = []
-    for decode in _best_first(_with_room(decoders, request, decoding=True), request):
-        where = choose_prefill_place(view, request, decode)
-        if where.place is Place.LOCAL:
-            if _accepts_prompt(decode):
-                return Decision(Kind.LOCAL, where.reason, decode=decode.worker_id)
-            waits.append("every decode worker has prompts enough to compute")
-        elif where.place is Place.WAIT:
-            waits.append(where.reason)
-        else:
-            peers = [worker for worker in view.of(Role.PREFILL) if worker.layout == decode.layout]
-            prefill = _choose_prefill(peers, request)
-            if prefill is not None:
-                return Decision(Kind.REMOTE, _why(request, prefill, decode), prefill.worker_id, decode.worker_id)
-            waits.append("no prefill worker has room")
-    return Decision(Kind.WAIT, waits[0] if waits else "no decode worker has room")
+    if request.remaining <= 1 and view.prefill:
+        return _prefill_only(view, request, rules)
+    if not any(worker.usable for worker in view.decode):
+        return Decision(Kind.DOWN if gives_up(request, rules) else Kind.WAIT, "no decode worker is up")
+    if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in view.decode):
+        return _never(request, view.decode, "decode")
+    decodes = _decodes(view, request)
+    if not decodes:
+        return Decision(Kind.WAIT, "no decode worker has room")
+    places = prefill_places(view, request, rules)
+    whole = any(holds_prompt(request, option.worker) for option in decodes)
+    if not (places.remote or places.local or whole):
+        return Decision(Kind.DOWN if places.down else Kind.WAIT, places.reason)
+    prefills = _prefills(view, request) if places.remote else []
+    found = options(view, request, places, prefills, decodes, rules)
+    if not found and prefills:  # layouts that don't match; only fleets in the middle of a change have several
+        layouts = {worker.layout for worker in prefills}
+        matching = [worker for worker in with_room(view.decode, request, decoding=True) if worker.layout in layouts]
+        found = options(view, request, places, prefills, decode_options(matching, view, request), rules)
+    if not found:
+        return Decision(Kind.WAIT, "no prefill worker has room")
+    return _decide(found, request, places, rules)
 
 
-def choose_prefill(view: FleetView, request: PlacementRequest, decode: str) -> Decision:
+def choose_prefill(view: FleetView, request: PlacementRequest, decode: str, rules: Rules = DEFAULT_RULES) -> Decision:
     """Decide for a sequence that holds a reservation on the worker `decode` already: who fills it. Changes nothing."""
-    worker = next((worker for worker in view.of(Role.DECODE) if worker.worker_id == decode), None)
+    worker = view.index.get(decode)
     if worker is None:
         return Decision(Kind.WAIT, f"decode worker {decode} is gone")
-    peers = [peer for peer in view.of(Role.PREFILL) if peer.layout == worker.layout]
-    prefill = _choose_prefill(peers, request)
-    if prefill is not None:
-        return Decision(Kind.REMOTE, _why(request, prefill, worker), prefill=prefill.worker_id)
+    peers = [peer for peer in view.prefill if peer.layout == worker.layout]
     if not any(peer.usable for peer in peers):
         return Decision(Kind.WAIT, f"all prefill workers are down or draining ({len(peers)} known)")
-    return Decision(Kind.WAIT, "no prefill worker has room")
+    places = Places(True, False, "it holds a reservation")
+    # It has its pages and its seat; only the time to the next token is left to choose.
+    held = DecodeOption(worker, 0.0, False)
+    found = options(view, request, places, _accepting(_prefills(view, request)), [held], rules)
+    found = [option for option in found if option.prefill is not None]
+    if not found:
+        return Decision(Kind.WAIT, "no prefill worker has room")
+    return Decision(Kind.REMOTE, _say(found, rules), found[0].prefill, options=tuple(found[:SHOWN]))
 
 
-def _prefill_only(view: FleetView, request: PlacementRequest) -> Decision:
-    known = view.of(Role.PREFILL)
-    if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in known):
-        largest = max(worker.total_blocks * worker.layout.block_size for worker in known)
-        return Decision(Kind.NEVER, f"{request.tokens} tokens, the largest prefill worker has room for {largest}")
-    prefill = _choose_prefill(known, request)
-    if prefill is not None:
-        return Decision(Kind.PREFILL_ONLY, "a single token needs no decode worker", prefill=prefill.worker_id)
-    if not any(worker.usable for worker in known):
-        return Decision(Kind.WAIT, f"all prefill workers are down or draining ({len(known)} known)")
-    return Decision(Kind.WAIT, "no prefill worker has room")
+def _prefill_only(view: FleetView, request: PlacementRequest, rules: Rules) -> Decision:
+    if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in view.prefill):
+        return _never(request, view.prefill, "prefill")
+    if not any(worker.usable for worker in view.prefill):
+        reason = f"all prefill workers are down or draining ({len(view.prefill)} known)"
+        return Decision(Kind.DOWN if gives_up(request, rules) else Kind.WAIT, reason)
+    prefills = _accepting(_prefills(view, request))
+    if not prefills:
+        return Decision(Kind.WAIT, "no prefill worker has room")
+    reason = "a single token needs no decode worker"
+    return Decision(Kind.PREFILL_ONLY, reason, prefill=prefills[0].worker_id)
 
 
-def _choose_prefill(workers: Iterable[WorkerView], request: PlacementRequest) -> WorkerView | None:
-    usable = [worker for worker in workers if worker.usable and _accepts_prompt(worker)]
-    return next(iter(_best_first(_with_room(usable, request, decoding=False), request)), None)
+def _decide(found: list[Option], request: PlacementRequest, places: Places, rules: Rules) -> Decision:
+    """Take the best option now, or wait for it."""
+    # A decode worker that takes no prompts now is waited for only where there is nobody else.
+    found = [option for option in found if option.prefill or option.accepts] or found
+    best, shown = found[0], tuple(found[:SHOWN])
+    if request.stated and rules.protect is Protect.ITL and best.slow:
+        itl = 1e3 * request.targets.itl
+        return Decision(Kind.WAIT, f"no decode worker would keep {itl:g} ms between tokens", options=shown)
+    if not best.accepts:
+        if best.prefill is None:
+            return Decision(Kind.WAIT, "every decode worker has prompts enough to compute", options=shown)
+        return Decision(Kind.DEFER, f"{_say(found, rules)}; its queue is full", best.prefill, options=shown)
+    kind = Kind.LOCAL if best.prefill is None else Kind.REMOTE
+    reason = _say(found, rules)
+    if kind is Kind.LOCAL and not places.remote:
+        reason = f"{places.reason}; {reason}"
+    return Decision(kind, reason, best.prefill, best.decode, shown)
 
 
-def _accepts_prompt(worker: WorkerView) -> bool:
-    """A worker with a step's worth of prompts waits for no more: later ones are decided later, with newer views."""
-    return worker.prefill_backlog < max(1, worker.max_num_batched_tokens)
-
-
-def _with_room(workers: Iterable[WorkerView], request: PlacementRequest, *, decoding: bool) -> list[WorkerView]:
-    fitting = []
-    for worker in workers:
-        # A held block costs nothing where others use it too. Where nobody does it is part of the room that is counted,
-        # and the worker, which knows, may refuse; whoever was refused once waits until there is room in any case.
-        held = 0 if request.was_refused else request.held_tokens(worker) // worker.layout.block_size
-        fresh = min(request.blocks(worker, decoding=decoding), worker.total_blocks) - held
-        others = max(worker.sequences, worker.reported_sequences) > 0
-        room = fits(fresh, worker.room, worker.watermark_blocks, others)
-        if worker.has_seat and room and worker.worker_id not in request.excluded:
-            fitting.append(worker)
-    return fitting
-
-
-def _best_first(workers: Iterable[WorkerView], request: PlacementRequest) -> list[WorkerView]:
-    def cost(worker: WorkerView) -> tuple[int, int, int, int, str]:
-        work = request.tokens - request.held_tokens(worker) + worker.load
-        return work, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id
-
-    return sorted(workers, key=cost)
-
-
-def _why(request: PlacementRequest, prefill: WorkerView, decode: WorkerView) -> str:
+def _say(found: list[Option], rules: Rules) -> str:
+    best = found[0]
+    rule = "least cost" if best.meets else f"least violation ({rules.protect})"
     return (
-        f"prefill holds {request.held_tokens(prefill)}, decode holds {request.held_tokens(decode)} "
-        f"of {request.tokens} tokens; loads {prefill.load} and {decode.load}"
+        f"{rule} of {len(found)}: first token in {1e3 * best.ttft:.1f} ms ({1e3 * best.queue:.1f} queue, "
+        f"{1e3 * best.compute:.1f} compute, {1e3 * best.transfer:.1f} transfer), then {1e3 * best.gap:.1f} ms a token"
     )
+
+
+def _decodes(view: FleetView, request: PlacementRequest) -> list[DecodeOption]:
+    some = shortlist(view.decode, view, request)
+    fitting = with_room(some, request, decoding=True)
+    if not fitting and some is not view.decode:
+        fitting = with_room(view.decode, request, decoding=True)
+    return decode_options(fitting, view, request)
+
+
+def _prefills(view: FleetView, request: PlacementRequest) -> list[WorkerView]:
+    some = shortlist(view.prefill, view, request)
+    fitting = with_room(some, request, decoding=False)
+    if some is not view.prefill and not any(worker.accepts_prompt for worker in fitting):
+        fitting = with_room(view.prefill, request, decoding=False)
+    return prefill_options(fitting, view, request)
+
+
+def _accepting(workers: list[WorkerView]) -> list[WorkerView]:
+    return [worker for worker in workers if worker.accepts_prompt]
+
+
+def _never(request: PlacementRequest, workers: tuple[WorkerView, ...], role: str) -> Decision:
+    largest = max(worker.total_blocks * worker.layout.block_size for worker in workers)
+    return Decision(Kind.NEVER, f"{request.tokens} tokens, the largest {role} worker has room for {largest}")

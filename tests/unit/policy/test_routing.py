@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.core.layout import KVLayout
-from pdserve.policy.disaggregation import Place, choose_prefill_place
+from pdserve.policy.disaggregation import NoWorker, Rules, holds_prompt
 from pdserve.policy.fleet import FleetView, PlacementRequest, Role, WorkerView
 from pdserve.policy.routing import Kind, choose_pair
 
@@ -30,7 +30,7 @@ def worker(worker_id: str, **options: object) -> WorkerView:
 
 
 def view(*workers: WorkerView, unanswered: tuple[str, ...] = ()) -> FleetView:
-    return FleetView(workers, unanswered)
+    return FleetView.of_workers(workers, unanswered)
 
 
 def request(tokens: int = 64, remaining: int = 100, **options: object) -> PlacementRequest:
@@ -111,7 +111,7 @@ def test_draining_disconnected_full_and_excluded_workers_are_no_candidates() -> 
 
 def test_prefill_workers_keep_short_queues() -> None:
     decision = choose_pair(view(worker("p0", reported_prefill_tokens=512), worker("d0")), request())
-    assert decision.kind is Kind.WAIT and "prefill" in decision.reason
+    assert (decision.kind, decision.prefill, decision.placed) == (Kind.DEFER, "p0", False)
     busy = view(worker("p0", prefill_tokens=511), worker("p1", prefill_tokens=512), worker("d0"))
     assert choose_pair(busy, request()).prefill == "p0"
 
@@ -128,16 +128,15 @@ def test_a_fleet_without_prefill_workers_is_colocated_once_everybody_answered() 
     assert decision.kind is Kind.WAIT and "10.0.0.1:1" in decision.reason
 
 
-@pytest.mark.parametrize("tokens, held, place", [
-    (64, 3, Place.LOCAL), (65, 4, Place.LOCAL), (80, 4, Place.LOCAL), (81, 4, Place.REMOTE),
-    (64, 2, Place.REMOTE), (64, 4, Place.LOCAL), (10, 0, Place.REMOTE), (16, 1, Place.REMOTE), (17, 1, Place.LOCAL),
+@pytest.mark.parametrize("tokens, held, whole", [
+    (64, 3, True), (65, 4, True), (80, 4, True), (81, 4, False),
+    (64, 2, False), (64, 4, True), (10, 0, False), (16, 1, False), (17, 1, True),
 ])  # fmt: skip
-def test_a_decode_worker_computes_at_most_a_block_of_a_prompt_that_it_holds(
-    tokens: int, held: int, place: Place
-) -> None:
+def test_a_decode_worker_holds_a_prompt_when_at_most_a_block_is_missing(tokens: int, held: int, whole: bool) -> None:
     decode = worker("d0")
-    found = choose_prefill_place(view(worker("p0"), decode), request(tokens, held={"d0": held}), decode)
-    assert found.place is place
+    assert holds_prompt(request(tokens, held={"d0": held}), decode) is whole
+    found = choose_pair(view(worker("p0"), decode), request(tokens, held={"d0": held}))
+    assert found.kind is (Kind.LOCAL if whole else Kind.REMOTE)
 
 
 def test_a_held_prompt_needs_no_prefill_worker_even_when_all_are_down() -> None:

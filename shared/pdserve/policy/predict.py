@@ -1,0 +1,66 @@
+"""What a placement would cost, in seconds, from what workers say of their own speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.policy.estimate import Speed
+from pdserve.policy.fleet import PlacementRequest, WorkerView
+
+# Bytes a second of a link that was not measured yet: a 10 Gbit/s network.
+UNMEASURED_LINK = 1.25e9
+HANDOFF = 2e-3  # seconds from the last layer's KV to the answer's place in a batch, beside the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTime:
+    """Where a first token's seconds would go: behind others, and in computing."""
+
+    queue: float
+    compute: float
+
+    @property
+    def total(self) -> float:
+        return self.queue + self.compute
+
+
+def prompt_time(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> PromptTime:
+    """For `request` on `worker`, which has `held` of its leading tokens, behind all prompts that are there or bound
+    for there."""
+    waiting = worker.prefill_backlog + worker.claimed_tokens
+    queue = speed.prompt_seconds(waiting, worker.backlog_squares, worker.max_num_batched_tokens) if waiting else 0.0
+    return PromptTime(queue, compute_seconds(worker, request, speed, held))
+
+
+def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> float:
+    """For `request` on `worker` alone, which has `held` of its leading tokens."""
+    tokens = request.tokens
+    return speed.prompt_seconds(tokens - held, tokens * tokens - held * held, worker.max_num_batched_tokens)
+
+
+def gap_after(worker: WorkerView, request: PlacementRequest, speed: Speed, seconds: float = 0.0) -> float:
+    """Between two tokens of every answer of `worker`, once `request` has joined them in `seconds`.
+
+    Until then some will have ended: of answers of one expected length, whose ages are spread evenly, a share of
+    seconds / (length x gap). So predicts Mooncake (FAST 2025, section 6): what matters is the load when the prompt is
+    through, not the load now.
+    """
+    running, context = worker.answers, worker.load
+    if seconds and request.expected and running:
+        leave = min(1.0, seconds / (request.expected * max(1e-6, speed.decode_seconds(running, context))))
+        running, context = round(running * (1 - leave)), round(context * (1 - leave))
+    return speed.decode_seconds(running + 1, context + request.tokens)
+
+
+def transfer_tail(prefill: WorkerView, decode: WorkerView, missing: int, compute: float) -> float:
+    """What of moving `missing` tokens' KV shows: layers leave while the next ones compute, so the last layer's part,
+    or what the link needs longer than computing takes."""
+    seconds = link_seconds(prefill, decode, missing)
+    return HANDOFF + max(seconds / prefill.layout.num_layers, seconds - compute)
+
+
+def link_seconds(sender: WorkerView, receiver: WorkerView, tokens: int) -> float:
+    """For the KV of `tokens` over the pair's link, as measured."""
+    link = sender.links.get(receiver.worker_id)
+    rate = link.bytes_per_second if link is not None and link.bytes_per_second else UNMEASURED_LINK
+    return tokens * sender.layout.token_bytes / rate
