@@ -10,7 +10,7 @@ BASELINE := sdk/baseline.binpb
 # Compose v2 where it is here, else docker-compose 1.29.
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help venv up down demo check test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway soak clean
+.PHONY: help venv up down demo check test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router soak clean
 
 help:  ## What there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -91,6 +91,12 @@ bench-stopped-peer: $(STAMP)  ## Does a peer that stops or dies disturb anybody 
 
 bench-gateway: $(STAMP)  ## What of the gRPC API's tokens/s does the gateway keep?
 	$(BIN)/python benchmarks/gateway.py
+
+bench-simulator: $(STAMP)  ## How fast is the simulator, and do policies rank as published? PDSERVE_TEST_TRACES=FOLDER, QUICK=1.
+	$(BIN)/python benchmarks/simulator.py
+
+bench-router: $(STAMP)  ## What does the router cost: decisions, first tokens, gaps, relaying?
+	$(BIN)/python benchmarks/router.py
 
 soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail.
 	PDSERVE_LIFECYCLES=10000 $(PYTEST) -s tests/chaos/test_lifecycles.py

@@ -297,10 +297,12 @@ async def test_bodies_that_no_client_should_send(cluster: Cluster, client: opena
         await ask(url, b"not json"),
         await ask(url),
         await ask(f"{cluster.http}/nowhere"),
+        await ask(f"{cluster.http}/completions", b"{}"),
     ]
-    assert [reply.status for reply in replies] == [413, 413, 415, 415, 408, 400, 405, 404]
+    assert [reply.status for reply in replies] == [413, 413, 415, 415, 408, 400, 405, 404, 404]
     assert all(set(reply.error) == {"message", "type", "param", "code"} for reply in replies)
-    assert replies[6].headers["allow"] == "POST"
+    assert replies[6].headers["allow"] == "POST" and "it takes POST" in replies[6].error["message"]
+    assert replies[8].error["message"] == "POST /completions: Not Found; did you mean /v1/completions?"
     assert "x" * 100 not in replies[0].error["message"]
 
 

@@ -67,7 +67,7 @@ class Suite:
 
     def no_accounts_open(self) -> bool:
         return all(
-            worker.ledger.outstanding_tokens == worker.ledger.sequences == worker.ledger.prefill_tokens == 0
+            worker.ledger.outstanding_tokens == worker.ledger.sequences == worker.ledger.in_flight_tokens == 0
             for worker in self.fleet.workers
         )
 
@@ -434,7 +434,7 @@ async def test_a_decode_worker_that_holds_the_prompt_prefills_itself(folder: Pat
     prompt = list(b"x" * 40)
     decode.stored = block_hashes(root_hash(LAYOUT), prompt, LAYOUT.block_size)
     async with suite(folder, prefill, decode) as made:
-        await made.until(lambda: any(worker.hashes for worker in made.fleet.workers))
+        await made.until(lambda: any(map(made.fleet.known_blocks, made.fleet.workers)))
         done = await made.client.complete(prompt)
         assert done.text == "hello" and done.finish.usage.prefill_worker == "d0"
         other = await made.client.complete(prompt, cache_salt="another tenant")
@@ -447,7 +447,7 @@ async def test_a_prefill_worker_hears_what_the_decode_worker_holds(folder: Path)
     prompt = list(b"x" * 40 + b"y" * 60)
     decode.stored = block_hashes(root_hash(LAYOUT), prompt[:40], LAYOUT.block_size)
     async with suite(folder, prefill, decode) as made:
-        await made.until(lambda: any(worker.hashes for worker in made.fleet.workers))
+        await made.until(lambda: any(map(made.fleet.known_blocks, made.fleet.workers)))
         await made.client.complete(prompt)
         await made.client.complete(list(b"z" * 40))
     assert prefill.told_held == [32, 0]

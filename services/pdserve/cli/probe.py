@@ -1,4 +1,4 @@
-"""`pdserve probe`: can a network carry the KV? By arithmetic, or by measuring the links of a fleet."""
+"""`pdserve probe`: can a network carry the KV, by arithmetic or by measuring a fleet? And how fast are its workers?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pdserve.cli import probe_links
+from pdserve.cli import probe_links, probe_speed
 from pdserve.cli.console import fetch_progress, run, show_table
 from pdserve.core.errors import ConfigError, ModelError
 from pdserve.core.fabric import (
@@ -27,8 +27,9 @@ from pdserve.core.fabric import (
 )
 from pdserve.core.layout import DTYPE_BYTES
 
-app = typer.Typer(no_args_is_help=True, help="Can the network carry the KV? By arithmetic, or by measuring.")
+app = typer.Typer(no_args_is_help=True, help="Can the network carry the KV? How fast are the workers?")
 app.command("links")(probe_links.links)
+app.command("speed")(probe_speed.speed)
 
 # NVLink of a GPU of 2022, and what network cards have.
 DEFAULT_BANDWIDTHS = ("900GB/s", "400Gbit/s", "200Gbit/s", "100Gbit/s", "25Gbit/s")

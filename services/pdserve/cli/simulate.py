@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,26 +14,87 @@ from pdserve.cli.console import fail, show_table
 from pdserve.core.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
-    from pdserve.simulator.report import Report, Spread
+    from pdserve.simulator.drawing import Drawing
+
+
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        from pdserve.simulator.config import SimulationSettings
+
+        typer.echo(json.dumps(SimulationSettings.model_json_schema(), indent=2))
+        raise typer.Exit
 
 
 def simulate(
-    plan: Annotated[Path, typer.Argument(help="YAML file: fleet, workload, model, cost, policy, slo, seed.")],
+    plan: Annotated[
+        Path | None, typer.Argument(help="YAML file: fleet, workload, model, cost, policy, admission, slo, seed.")
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(min=0, help="Decode workers.")] = None,
+    colocated: Annotated[int | None, typer.Option(min=0, help="Workers that do both, instead.")] = None,
+    model: Annotated[str | None, typer.Option(help="As llama3-8b: its shape, for KV and rooflines.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="As h100: a roofline of it is the cost model.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Accelerators of one worker, in tensor parallel.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Instead of hardware: what `pdserve probe speed --json` printed.")
+    ] = None,
+    link: Annotated[str | None, typer.Option(help="A worker's network, as 200Gbit/s.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Requests: Mooncake's JSONL, Azure's or vidur's CSV.")] = None,
+    prompt_tokens: Annotated[float | None, typer.Option(help="Instead of a trace: mean tokens of a prompt.")] = None,
+    output_tokens: Annotated[float | None, typer.Option(help="Instead of a trace: mean tokens of an answer.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="A trace is replayed so many times as fast; else requests a second.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="How many: the first ones of a trace.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="default, as the router; kv-aware-global, kv-aware, load-balance, random.")
+    ] = None,
+    ttft_ms: Annotated[float | None, typer.Option(help="Target for the time to first token.")] = None,
+    itl_ms: Annotated[float | None, typer.Option(help="Target for the gap between tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of what is drawn.")] = None,
     change: Annotated[
-        list[str], typer.Option("--set", help="KEY=VALUE over the file's, such as fleet.prefill=4. Repeat for more.")
+        list[str], typer.Option("--set", help="KEY=VALUE over file and flags, as fleet.kv_tokens=100000. Repeatable.")
     ] = [],  # noqa: B006  nobody changes it
+    plot: Annotated[Path | None, typer.Option(help="Draw it: FILE.png or FILE.html.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    schema: Annotated[
+        bool,
+        typer.Option("--schema", callback=_print_schema, is_eager=True, help="Print the file's JSON schema and exit."),
+    ] = False,
 ) -> None:
-    """Simulate a fleet, and say what its users would see. Same file, same result, to the bit.
+    """Simulate a fleet, and say what its users would see. Same input, same result, to the bit.
 
-    Traces are read as published: Mooncake's JSONL, Azure's CSV, vidur's CSV.
+    The fleet is in a YAML file, in flags, or in both: flags are over the file, and --set is over flags.
     """
-    from pdserve.simulator.config import SimulationSettings, parse_changes
+    from pdserve.simulator.config import SimulationSettings
+    from pdserve.simulator.drawing import Drawing
+    from pdserve.simulator.flags import Flags, parse_changes
     from pdserve.simulator.report import Report
+    from pdserve.simulator.rows import LATENCIES, figure_rows, latency_rows
     from pdserve.simulator.simulation import Simulation
 
+    said = Flags(
+        prefill=prefill,
+        decode=decode,
+        colocated=colocated,
+        link=link,
+        model=model,
+        hardware=hardware,
+        devices=devices,
+        measured=measured,
+        trace=trace,
+        rate=rate,
+        requests=requests,
+        prompt=prompt_tokens,
+        output=output_tokens,
+        policy=policy,
+        ttft_ms=ttft_ms,
+        itl_ms=itl_ms,
+        seed=seed,
+    )
     try:
-        settings = SimulationSettings.load(plan, parse_changes(change))
+        draw = _drawing(plot) if plot else None
+        settings = SimulationSettings.load(plan, parse_changes(change), said)
         simulation = Simulation(settings.plan(), settings.routing())
         began = time.perf_counter()
         simulation.run(settings.arrivals())
@@ -42,36 +103,26 @@ def simulate(
     except InvalidRequest as error:
         fail(f"a request can never be served: {error}")
     report, took = Report.of(simulation, settings.targets()), time.perf_counter() - began
+    if plot and draw:
+        draw(plot, Drawing.of(settings.title(), simulation, report, settings.targets()))
     if as_json:
         typer.echo(json.dumps({**report.as_dict(), "simulation_seconds": took}))
         return
-    show_table("", ("", "mean", "p50", "p90", "p99"), latency_rows(report), numbers=range(1, 5))
-    show_table("", ("", ""), figure_rows(report, settings.slo.ttft_ms, settings.slo.itl_ms), numbers=())
+    show_table("", LATENCIES, latency_rows(report), numbers=range(1, len(LATENCIES)))
+    show_table("", ("", ""), figure_rows(report, settings.targets()), numbers=())
     typer.echo(f"{report.requests} requests, {report.seconds:.0f} s simulated in {took:.1f} s", err=True)
 
 
-def latency_rows(report: Report) -> list[tuple[str, ...]]:
-    """Cells in ms."""
-
-    def cells(name: str, spread: Spread) -> tuple[str, ...]:
-        return (name, *(f"{1e3 * value:.1f} ms" for value in dataclasses.astuple(spread)))
-
-    return [cells("time to first token", report.ttft), cells("between tokens", report.itl)]
-
-
-def figure_rows(report: Report, ttft_ms: float, itl_ms: float) -> list[tuple[str, str]]:
-    """What there is beside latencies."""
-    use = ", ".join(f"{role} {share:.0%}" for role, share in report.use.items())
-    rows = [
-        (f"within {ttft_ms:g} ms and {itl_ms:g} ms", f"{report.attainment:.1%} of requests"),
-        ("goodput", f"{report.goodput:.3f} requests/s for each worker"),
-        ("output", f"{report.output_tokens_per_second:,.0f} tokens/s"),
-        ("prompt tokens cached", f"{report.hit_rate:.1%}"),
-        ("busy", use),
-        ("KV moved", f"{report.transferred_bytes / 1e9:,.1f} GB"),
-    ]
-    if report.transferred_bytes:
-        rows.append(("hand-off, exposed", f"{1e3 * report.exposed_seconds / report.requests:.2f} ms a request"))
-    if report.preemptions or report.replays:
-        rows.append(("preempted, replayed", f"{report.preemptions}, {report.replays}"))
-    return rows
+def _drawing(path: Path) -> Callable[[Path, Drawing], None]:
+    """What draws into `path`. Raises ConfigError before anything is simulated, rather than after."""
+    if path.suffix not in (".png", ".html"):
+        raise ConfigError(f"--plot draws FILE.png or FILE.html, not {path.name}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot: there is no folder {path.parent}")
+    try:
+        from pdserve.simulator.plot import write
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise ConfigError("--plot needs matplotlib: pip install 'pdserve[plot]'") from error
+    return write

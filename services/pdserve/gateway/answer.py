@@ -147,6 +147,7 @@ class Answer(Response):
                     "request_id": name,
                     "timeout": self._timeout,
                     "traceparent": call.traceparent,
+                    "tenant": call.tenant,
                     "token_bytes": job.logprobs,
                 }
                 streams.append(session.generate(prompt, **options))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 
 import structlog
 from starlette.applications import Starlette
@@ -26,6 +27,7 @@ from pdserve.gateway.routers import Routers
 log = structlog.get_logger(__name__)
 
 _OTHER = "other"
+_PATH = 200  # characters of a path that are looked at and told
 _RENAMES = {"text": "prompt", "ids": "tokens", "chat": "messages"}
 
 
@@ -78,11 +80,20 @@ async def _pdserve_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """No such route, or not with this method."""
     assert isinstance(error, HTTPException)
-    path = request.url.path[:200]
-    what = f"{request.method} {path}: {error.detail}"
+    path = request.url.path[:_PATH]
+    allowed = (error.headers or {}).get("Allow")
+    hint = f"; it takes {allowed}" if allowed else near_path(path, [route.path for route in request.app.routes])
+    what = f"{request.method} {path}: {error.detail}{hint}"
     response = error_response(ApiError(error.status_code, what, code=error.detail.lower().replace(" ", "_")))
     response.headers.update(error.headers or {})
     return response
+
+
+def near_path(path: str, known: Sequence[str]) -> str:
+    """The known path that is meant where `path` is none: a client's base URL has /v1 too often, or not at all."""
+    candidates = [f"/v1{path}", path.removeprefix("/v1"), *get_close_matches(path, known, n=1, cutoff=0.8)]
+    found = next((candidate for candidate in candidates if candidate in known and candidate != "/"), None)
+    return f"; did you mean {found}?" if found else ""
 
 
 async def _broken(request: Request, error: Exception) -> Response:

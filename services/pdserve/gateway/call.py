@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.gateway.errors import error_response, internal, invalid
 from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.rpc.tenant import TENANT
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
 from pdserve.telemetry.tracing import TRACEPARENT, Span, bounded_traceparent, start_span, traceparent_of
@@ -35,6 +36,7 @@ class Call:
     started: float
     metrics: GatewayMetrics
     traceparent: str = ""
+    tenant: str = ""  # the caller's x-tenant-id, for the router to check
     status: int = GONE
     answered: bool = False  # the head of the answer was sent
     first_token: bool = False
@@ -65,6 +67,7 @@ class Calls:
         given = headers.get("x-request-id", "")
         route = self._route_of(scope)
         call = Call(given or f"req-{secrets.token_hex(12)}", route, time.monotonic(), self._metrics)
+        call.tenant = headers.get(TENANT, "")
         scope[_CALL] = call
         parent = bounded_traceparent(headers.get(TRACEPARENT, ""))
         span: Span = INVALID_SPAN

@@ -14,7 +14,14 @@ import grpc
 import msgspec
 from starlette.responses import Response
 
-from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError, UnknownModel, UnknownRequest
+from pdserve.core.errors import (
+    InvalidRequest,
+    NoCapacity,
+    PdserveError,
+    Unavailable,
+    UnknownModel,
+    UnknownRequest,
+)
 from pdserve.rpc.errors import status_code
 
 # What clients of a service that is starting, draining or restarting should wait, in seconds.
@@ -100,7 +107,7 @@ def from_pdserve(error: PdserveError, renames: Mapping[str, str] | None = None) 
         return ApiError(status, str(error), kind=kind, param="model", code=code)
     if isinstance(error, UnknownRequest):
         return ApiError(status, str(error), kind=kind, param="request_id", code="request_not_found")
-    retry = error.retry_after if isinstance(error, NoCapacity) else None
+    retry = error.retry_after if isinstance(error, NoCapacity | Unavailable) else None
     if status in (429, 503) and retry is None:
         retry = UNAVAILABLE_RETRY
     return ApiError(status, str(error), kind=kind, code=code, retry_after=retry)

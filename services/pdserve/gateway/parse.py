@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
@@ -93,16 +94,18 @@ def _check_extra(path: str, model: BaseModel) -> None:
 def _not_served(neutral: tuple[Any, ...]) -> str:
     if not neutral:
         return "not supported yet; leave it out"
-    return f"not supported yet, other than {' or '.join(repr(value) for value in neutral)}"
+    return f"not supported yet, other than {' or '.join(msgspec.json.encode(value).decode() for value in neutral)}"
 
 
 def _explain(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     param = _path(first["loc"])
     if first["type"] == "json_invalid":
         return invalid(None, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", "invalid_json")
     if first["type"] == "missing":
         return invalid(param or None, "is required", "missing_required_parameter")
+    if first["type"] == "too_long":
+        return invalid(param or None, f"at most {first['ctx']['max_length']} items")
     code = "unsupported_parameter" if first["type"] == "unsupported" else "invalid_value"
     return invalid(param or None, first["msg"][:1].lower() + first["msg"][1:], code)
 

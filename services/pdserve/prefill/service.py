@@ -81,6 +81,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                         self._link(call, request.decode_endpoint), name=f"link for {call.ticket}"
                     )
                 await self._start(call, request.attempt, request.decode_tokens_held)
+                # Tells the router that from now on this prompt is in the load that Watch tells.
+                await context.send_initial_metadata(())
                 first = await self._first(call)
                 committed = first.end is not None
                 yield self._first_response(call, first)
@@ -183,7 +185,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             if spec.time_remaining is not None:
                 spec = replace(spec, time_remaining=max(0.001, spec.time_remaining - (time.monotonic() - began)))
         call.started, call.sent_ns = True, time.time_ns()
-        self._front.engine.send(StartPrefill(call.ticket, attempt, spec, call.peer, peer_holds))
+        self._front.start_prefill(StartPrefill(call.ticket, attempt, spec, call.peer, peer_holds))
 
     async def _first(self, call: _Call) -> _First:
         while True:

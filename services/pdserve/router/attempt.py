@@ -27,11 +27,13 @@ async def run_prefill(
     alone = not request.decode_worker_id  # nobody takes the KV over
     complete = False
     try:
+        await call.initial_metadata()
+        if entry is not None:
+            entry.settled()
         async for response in call:
             if response.HasField("first_token"):
                 if entry is not None:
                     entry.prefilled()
-                    entry.settled()
                 sink(_first_token(request.attempt, response.first_token))
                 complete = complete or alone or response.first_token.end != 0
             else:

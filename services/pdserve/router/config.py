@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from pdserve.core.slo import SloTargets
+from pdserve.policy.disaggregation import NoWorker, Protect, Rules
 from pdserve.rpc.settings import Endpoint, ServiceSettings
 
 
@@ -29,11 +31,47 @@ class RouterSettings(ServiceSettings):
         15.0, ge=0, description="how long an endpoint that never answered is taken for a worker that still starts"
     )
 
+    no_worker: NoWorker = Field(
+        NoWorker.WAIT,
+        description="while no worker of a role is up: wait, let decode workers compute prompts (local), or fail",
+    )
+    no_worker_seconds: float = Field(30.0, ge=0, description="how long a request waits for a worker to come up")
+    protect: Protect = Field(
+        Protect.ITL,
+        description="which stated target goes first where not both can be kept: with protect-itl prompts wait before"
+        " decode workers get more answers than they have time for",
+    )
+    local_prefill: bool = Field(
+        True, description="let decode workers compute prompts where that is predicted to delay everybody less"
+    )
+
+    tenant_max_requests: int | None = Field(
+        None, ge=1, description="requests of one tenant (x-tenant-id) that may wait or run at a time; unset: any number"
+    )
+    tenant_tokens_per_minute: int | None = Field(
+        None, ge=1, description="tokens of one tenant a minute, prompts and answers together; unset: any number"
+    )
+    early_rejection: Literal["stated", "off"] = Field(
+        "stated",
+        description="refuse at once what is predicted to miss its deadline, or a target that the request states or that"
+        " is set here; off: let it wait",
+    )
+
     slo_ttft_ms: float = Field(500.0, gt=0, description="target for the time to first token, in milliseconds")
     slo_itl_ms: float = Field(50.0, gt=0, description="target for the gaps between an answer's tokens, in milliseconds")
     slo_itl_percentile: float = Field(
         99.0, gt=0, le=100, description="percentile of an answer's own gaps that slo-itl-ms is for"
     )
+
+    @property
+    def rules(self) -> Rules:
+        """What decisions go by."""
+        return Rules(self.protect, self.local_prefill, self.no_worker, self.no_worker_seconds)
+
+    @property
+    def slo_stated(self) -> bool:
+        """Whether somebody set a target: one that nobody set only measures."""
+        return bool({"slo_ttft_ms", "slo_itl_ms"} & self.model_fields_set)
 
     @property
     def slo(self) -> SloTargets:

@@ -1,120 +1,75 @@
 """The waiting queue: who is placed next, and where. Decisions bind late; workers keep only short queues.
 
-Per model the order is: who holds a decode reservation and lacks only a prefill worker (others may wait for that room),
-then priority, then replays before new requests (they hold up an answer that somebody reads), then arrival. The head is
-placed when the view allows it; nobody overtakes it, so that a big request does not starve.
+Per model the order is `Waiting.rank`, fair across tenants (see policy.fairness). A pass over the queue asks the policy
+about each in turn (see policy.queueing): who has to wait for room is overtaken by nobody, so that a big request does
+not starve; who waits for one prefill worker is overtaken by those that go elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import itertools
 import time
-from collections.abc import Mapping
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 import structlog
 
-from pdserve.core.errors import InvalidRequest, NoCapacity
-from pdserve.core.layout import KVLayout
-from pdserve.policy.fleet import PlacementRequest
-from pdserve.policy.reservation import reserved_tokens
+from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable
+from pdserve.policy.disaggregation import Rules
+from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue
+from pdserve.policy.fleet import FleetView, PlacementRequest
+from pdserve.policy.queueing import plan_pass
 from pdserve.policy.routing import Decision, Kind, choose_pair, choose_prefill
+from pdserve.router.assignment import Assignment, assign
+from pdserve.router.conversations import Conversations, Pace
 from pdserve.router.fleet import Fleet
-from pdserve.router.ledger import Entry
 from pdserve.router.models import ServedModel
+from pdserve.router.waiting import Refusals, Waiting, Wishes, fresh_class
 from pdserve.router.worker import Worker
 
 log = structlog.get_logger(__name__)
 
-REFUSAL_FIRST = 0.05  # seconds that a worker which refused is left alone; doubles
-REFUSAL_MAX = 1.0
-_RETRY_MIN, _RETRY_MAX = 0.1, 30.0  # seconds, bounds of what RetryInfo says
-_EWMA = 0.2
+AT_ONCE = 32  # requests that one pass looks at; the event loop has others to serve
+REST = 0.005  # seconds after a pass that placed nobody, before the next one
 
 
 @dataclass(slots=True)
-class Refusals:
-    """Which workers one request should not be sent to. A hard one lasts for a time that doubles (a worker's report does
-    not lift it: each try costs a prefill); a soft one (it failed there) only decides while there is another worker."""
+class _Queue:
+    """One model's."""
 
-    hard: dict[str, float] = field(default_factory=dict)
-    soft: set[str] = field(default_factory=set)
-    count: int = 0
+    waiting: FairQueue[Waiting] = field(default_factory=FairQueue)
+    pace: Pace = field(default_factory=Pace)
+    tokens: int = 0
+    squares: int = 0
+    down_since: float | None = None  # the loop's time from which on nobody is up for its head
+    told: str = ""
 
-    def refuse(self, worker: Worker, now: float) -> float:
-        """Note a refusal; returns for how many seconds it holds at most."""
-        seconds = min(REFUSAL_MAX, REFUSAL_FIRST * 2.0 ** min(self.count, 10))
-        self.count += 1
-        self.hard[worker.worker_id] = now + seconds
-        return seconds
+    def add(self, item: Waiting) -> None:
+        self.waiting.add(item, item.wishes.tenant, item.rank, item.charge)
+        self.tokens += item.tokens
+        self.squares += item.tokens**2
 
-    def standing(self, now: float) -> frozenset[str]:
-        """The workers of which a hard refusal still holds."""
-        self.hard = {worker_id: until for worker_id, until in self.hard.items() if now < until}
-        return frozenset(self.hard)
-
-
-@dataclass(slots=True, eq=False)
-class Waiting:
-    """One sequence that wants to be placed. `hashes` are its block hashes for each layout in the fleet; `decode` is the
-    decode worker that holds a reservation for it, where only a prefill worker is wanted."""
-
-    model: ServedModel
-    tokens: int
-    remaining: int
-    priority: int
-    replay: bool
-    arrival: int
-    hashes: Mapping[KVLayout, list[bytes]]
-    refusals: Refusals
-    decode: str | None = None
-    reason: str = "not looked at yet"
-    future: asyncio.Future[Assignment] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Assignment:
-    """A decision with the workers it names, accounted for in their ledgers until `release`."""
-
-    decision: Decision
-    prefill: Worker | None
-    decode: Worker | None
-    prefill_entry: Entry | None
-    decode_entry: Entry | None
-    decode_tokens_held: int = 0  # leading tokens that the decode worker probably has in its cache
-
-    def replace_prefill(self, other: Assignment) -> None:
-        """Another prefill worker's half takes the place of ours, which is taken off its ledger."""
-        if self.prefill_entry is not None:
-            self.prefill_entry.close()
-        self.prefill, self.prefill_entry = other.prefill, other.prefill_entry
-
-    def release(self) -> None:
-        """Take it off the ledgers. May be called again."""
-        for entry in (self.prefill_entry, self.decode_entry):
-            if entry is not None:
-                entry.close()
-
-
-def queue_key(waiting: Waiting) -> tuple[bool, int, bool, int]:
-    """Sorts a queue, first out first."""
-    return waiting.decode is None, -waiting.priority, not waiting.replay, waiting.arrival
+    def leave(self, item: Waiting, *, served: bool) -> None:
+        """Does nothing where it does not wait."""
+        if item in self.waiting:
+            (self.waiting.serve if served else self.waiting.remove)(item)
+            self.tokens -= item.tokens
+            self.squares -= item.tokens**2
 
 
 class Dispatcher:
     """Places waiting sequences whenever the fleet's view changes. Lives on one event loop; starts no task."""
 
-    def __init__(self, fleet: Fleet, max_queue: int) -> None:
+    def __init__(self, fleet: Fleet, max_queue: int, rules: Rules = Rules()) -> None:  # noqa: B008  immutable
         self._fleet = fleet
         self._max_queue = max_queue
-        self._queues: dict[str, list[Waiting]] = {}
+        self._rules = rules
+        self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
+        self._conversations = Conversations()
         self._arrivals = itertools.count()
-        self._woken = False
-        self._interval: dict[str, float] = {}  # seconds between placements while there is a queue, smoothed
-        self._last_placed: dict[str, float] = {}
-        self._told: dict[str, str] = {}
+        self._woken: asyncio.Handle | None = None
+        self._rest_until = 0.0
         fleet.on_change.append(self.wake)
 
     def next_arrival(self) -> int:
@@ -122,25 +77,41 @@ class Dispatcher:
         return next(self._arrivals)
 
     def waiting(self, model: ServedModel) -> int:
-        return len(self._queues.get(model.name, ()))
+        return len(self._queues[model.name].waiting)
+
+    def ahead(self, model: ServedModel) -> tuple[int, int, int]:
+        """What waits for `model`: prompt tokens, their squares (see policy.estimate), and requests."""
+        queue = self._queues[model.name]
+        return queue.tokens, queue.squares, len(queue.waiting)
+
+    def expected(self, model: ServedModel) -> int:
+        """Tokens of an answer, as they were lately; 0: not known yet."""
+        return round(self._queues[model.name].pace.answer)
+
+    def answered(self, model: ServedModel, wishes: Wishes, priority: int, tokens: int, *, whole: bool) -> None:
+        """A request got so many tokens in all, and that was the `whole` answer."""
+        queue = self._queues[model.name]
+        if whole:
+            queue.pace.answered(tokens)
+        queue.waiting.charge(wishes.tenant, fresh_class(priority), OUTPUT_WEIGHT * tokens)
 
     def retry_after(self, model: ServedModel) -> float:
         """Seconds until a new request would probably be placed, at the pace of the latest placements."""
-        expected = self._interval.get(model.name, 1.0) * (self.waiting(model) + 1)
-        return min(_RETRY_MAX, max(_RETRY_MIN, expected))
+        return self._queues[model.name].pace.retry_after(self.waiting(model))
 
     async def place(self, waiting: Waiting, timeout: float) -> Assignment:
         """Wait in the queue; the caller must `release` what it gets. Raises NoCapacity after `timeout` seconds, or at
-        once when the queue is full, and InvalidRequest for what no worker of the fleet can ever take."""
-        queue = self._queues.setdefault(waiting.model.name, [])
-        if not waiting.replay and len(queue) >= self._max_queue:
+        once when the queue is full, InvalidRequest for what no worker of the fleet can ever take, and Unavailable where
+        nobody is up for it and the rules say not to wait."""
+        queue, loop = self._queues[waiting.model.name], asyncio.get_running_loop()
+        if not waiting.replay and len(queue.waiting) >= self._max_queue:
             raise NoCapacity(
-                f"{len(queue)} requests wait for {waiting.model.name} already", self.retry_after(waiting.model)
+                f"{len(queue.waiting)} requests wait for {waiting.model.name} already", self.retry_after(waiting.model)
             )
-        future: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
-        waiting.future = future
-        bisect.insort(queue, waiting, key=queue_key)
-        self.wake()
+        future: asyncio.Future[Assignment] = loop.create_future()
+        waiting.future, waiting.queued = future, loop.time()
+        queue.add(waiting)
+        self.wake(now=True)
         try:
             async with asyncio.timeout(max(0.0, timeout)):
                 return await future
@@ -153,8 +124,8 @@ class Dispatcher:
                 raise NoCapacity(message, self.retry_after(waiting.model)) from None
             raise
         finally:
-            if waiting in queue:
-                queue.remove(waiting)
+            if waiting in queue.waiting:
+                queue.leave(waiting, served=False)
                 self.wake()  # it may have been the head
 
     def refused(self, refusals: Refusals, worker: Worker) -> None:
@@ -163,94 +134,129 @@ class Dispatcher:
         seconds = refusals.refuse(worker, loop.time())
         loop.call_later(seconds + 0.001, self.wake)
 
-    def wake(self) -> None:
-        """Look at the queues soon: something changed. Cheap, and once for many calls."""
-        if not self._woken and any(self._queues.values()):
-            self._woken = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
+    def wake(self, *, now: bool = False) -> None:
+        """Look at the queues soon: something changed. Cheap, and once for many calls. Not `now`: after a pass that
+        placed nobody there is a rest, since fleets report far more often than they change."""
+        if not any(queue.waiting for queue in self._queues.values()):
+            return
+        loop = asyncio.get_running_loop()
+        rest = 0.0 if now else self._rest_until - loop.time()
+        if self._woken is not None and isinstance(self._woken, asyncio.TimerHandle) and rest <= 0:
+            self._woken.cancel()
+            self._woken = None
+        if self._woken is None:
+            self._woken = loop.call_later(rest, self._dispatch) if rest > 0 else loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        self._woken = False
+        self._woken, placed = None, False
         for name, queue in self._queues.items():
-            while queue:
-                head = queue[0]
-                try:
-                    decision = self._decide(head)
-                    outcome = self._assign(head, decision) if decision.placed else None
-                except Exception as error:  # a bug must not stop the queue for everybody behind
-                    queue.pop(0)
-                    _fail(head, error)
-                    continue
-                if decision.kind is Kind.NEVER:
-                    queue.pop(0)
-                    _fail(head, InvalidRequest("prompt", decision.reason))
-                    continue
-                if outcome is None:
-                    head.reason = decision.reason
-                    self._tell(name, decision.reason)
-                    break
-                queue.pop(0)
-                self._placed(name, bool(queue))
-                if head.future is None or head.future.done():
-                    outcome.release()
-                else:
-                    head.future.set_result(outcome)
+            if queue.waiting:
+                placed |= self._pass(name, queue)
+        if placed:
+            self._rest_until = 0.0
+            self.wake()  # a pass ends after so many
+        else:
+            self._rest_until = asyncio.get_running_loop().time() + REST
+
+    def _pass(self, name: str, queue: _Queue) -> bool:
+        """Look at the first ones of a queue, and place whom the policy says. True where it placed anybody."""
+        first = list(itertools.islice(queue.waiting, AT_ONCE))
+        requests: dict[Waiting, PlacementRequest] = {}
+        placed, waits = False, ""
+        model = first[0].model
+
+        def request_of(item: Waiting) -> PlacementRequest:
+            requests[item] = self._request(item, queue)
+            return requests[item]
+
+        for item, decision in plan_pass(first, lambda: self._fleet.view(model), request_of, self._choose):
+            item.log.note(decision, requests[item], time.time_ns())
+            item.reason = decision.reason
+            if decision.placed:
+                assignment = self._carry_out(item, decision, requests[item])
+                if assignment is None:
+                    break  # a worker is gone, and the view is about to be another one
+                placed = True
+                self._leave(queue, item, assignment)
+            elif decision.kind is Kind.NEVER:
+                self._leave(queue, item, InvalidRequest("prompt", decision.reason))
+            elif decision.kind is Kind.DOWN:
+                self._leave(queue, item, Unavailable(decision.reason, self._rules.no_worker_seconds))
             else:
-                self._told.pop(name, None)
+                waits = waits or decision.reason
+                self._note_down(queue, decision)
+        self._tell(name, queue, waits)
+        return placed
 
-    def _decide(self, waiting: Waiting) -> Decision:
-        refused = waiting.refusals.standing(asyncio.get_running_loop().time())
-        request = PlacementRequest(
-            tokens=waiting.tokens,
-            remaining=waiting.remaining,
-            held=self._fleet.held(waiting.model, waiting.hashes),
-            excluded=refused | waiting.refusals.soft,
-            was_refused=waiting.refusals.count > 0,
+    def _request(self, item: Waiting, queue: _Queue) -> PlacementRequest:
+        now, wishes = asyncio.get_running_loop().time(), item.wishes
+        since = queue.down_since
+        return PlacementRequest(
+            tokens=item.tokens,
+            remaining=item.remaining,
+            held=self._fleet.held(item.model, item.hashes),
+            excluded=item.refusals.standing(now) | item.refusals.soft,
+            was_refused=item.refusals.count > 0,
+            expected=round(queue.pace.answer),
+            near=self._conversations.near(wishes.session),
+            targets=wishes.targets,
+            stated=wishes.stated,
+            waited=now - item.arrived,
+            down_for=0.0 if since is None else now - max(since, item.queued),
+            draw=item.arrival,
         )
-        decision = self._choose(waiting, request)
-        if not decision.placed and waiting.refusals.soft - refused:
-            decision = self._choose(waiting, replace(request, excluded=refused))
-        return decision
 
-    def _choose(self, waiting: Waiting, request: PlacementRequest) -> Decision:
-        view = self._fleet.view(waiting.model)
-        return choose_pair(view, request) if waiting.decode is None else choose_prefill(view, request, waiting.decode)
+    def _choose(self, item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
+        try:
+            decision = self._ask(item, view, request)
+            hard = item.refusals.standing(asyncio.get_running_loop().time())
+            if not decision.placed and item.refusals.soft - hard:
+                decision = self._ask(item, view, replace(request, excluded=hard))
+            return decision
+        except Exception as error:  # a bug must not stop the queue for everybody behind
+            log.error("decision_failed", error=repr(error), exc_info=error)
+            self._leave(self._queues[item.model.name], item, error)
+            return Decision(Kind.NEVER, repr(error))
 
-    def _assign(self, waiting: Waiting, decision: Decision) -> Assignment | None:
-        """Account for a decision. None: a worker went away between the view and now."""
-        prefill = self._fleet.by_id(decision.prefill) if decision.prefill else None
-        decode = self._fleet.by_id(decision.decode) if decision.decode else None
-        if (decision.prefill and prefill is None) or (decision.decode and decode is None):
-            return None
-        assignment = Assignment(decision, prefill, decode, None, None)
-        tokens = waiting.tokens
-        if prefill is not None and prefill.layout is not None:
-            blocks = prefill.layout.blocks_for(tokens)
-            assignment.prefill_entry = prefill.ledger.add(tokens, tokens, blocks)
-        if decode is not None and decode.layout is not None:
-            lookahead = decode.snapshot.lookahead_tokens if decode.snapshot else 0
-            blocks = decode.layout.blocks_for(reserved_tokens(tokens, waiting.remaining, lookahead))
-            local = tokens if prefill is None else 0
-            assignment.decode_entry = decode.ledger.add(tokens, local, blocks)
-            held = decode.leading_blocks(waiting.hashes.get(decode.layout, []))
-            assignment.decode_tokens_held = held * decode.layout.block_size
+    def _ask(self, item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
+        if item.decode is None:
+            return choose_pair(view, request, self._rules)
+        return choose_prefill(view, request, item.decode, self._rules)
+
+    def _carry_out(self, item: Waiting, decision: Decision, request: PlacementRequest) -> Assignment | None:
+        assignment = assign(self._fleet, decision, request)
+        if assignment is not None:
+            self._conversations.note(item.wishes.session, assignment)
         return assignment
 
-    def _placed(self, name: str, others_wait: bool) -> None:
-        now = time.monotonic()
-        before = self._last_placed.get(name)
-        if before is not None and others_wait:
-            interval = self._interval.get(name, now - before)
-            self._interval[name] = interval + _EWMA * (now - before - interval)
-        self._last_placed[name] = now
+    def _leave(self, queue: _Queue, item: Waiting, outcome: Assignment | Exception) -> None:
+        """Its wait is over."""
+        served = isinstance(outcome, Assignment)
+        queue.leave(item, served=served)
+        if served:
+            queue.pace.placed(time.monotonic(), others_wait=bool(queue.waiting))
+        open_future = item.future if item.future is not None and not item.future.done() else None
+        if isinstance(outcome, Assignment):
+            if open_future is None:
+                outcome.release()
+            else:
+                open_future.set_result(outcome)
+        elif open_future is not None:
+            open_future.set_exception(outcome)
 
-    def _tell(self, name: str, reason: str) -> None:
+    def _note_down(self, queue: _Queue, decision: Decision) -> None:
+        """Remember since when nobody is up, and look again when that has been for long enough."""
+        loop = asyncio.get_running_loop()
+        if not decision.down:
+            queue.down_since = None
+        elif queue.down_since is None:
+            queue.down_since = loop.time()
+        if decision.down:
+            loop.call_later(self._rules.no_worker_seconds + 0.001, self.wake)
+
+    def _tell(self, name: str, queue: _Queue, reason: str) -> None:
         """Say why a model's queue waits, once for each reason."""
-        if self._told.get(name) != reason:
-            self._told[name] = reason
-            log.warning("queue_waits", model=name, reason=reason, waiting=len(self._queues[name]))
-
-
-def _fail(waiting: Waiting, error: Exception) -> None:
-    if waiting.future is not None and not waiting.future.done():
-        waiting.future.set_exception(error)
+        kind = reason.split(":")[0]  # figures change all the time
+        if kind and queue.told != kind:
+            log.warning("queue_waits", model=name, reason=reason, waiting=len(queue.waiting))
+        queue.told = kind

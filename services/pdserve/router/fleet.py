@@ -15,9 +15,11 @@ import structlog
 
 from pdserve.core.hashing import block_hashes, root_hash
 from pdserve.core.layout import KVLayout
-from pdserve.policy.fleet import FleetView, Role
+from pdserve.policy.fleet import FleetView
+from pdserve.policy.prefix_index import PrefixIndex
 from pdserve.router.config import RouterSettings
 from pdserve.router.models import ModelFacts, Models, ServedModel
+from pdserve.router.views import ModelViews
 from pdserve.router.worker import Worker
 from pdserve.rpc.endpoint import parse_endpoint
 
@@ -46,6 +48,11 @@ class Fleet:
         self._resolver: asyncio.Task[None] | None = None
         self._members = asyncio.Event()
         self._warned: set[str] = set()
+        self._index = PrefixIndex()
+        # What follows from who there is, until that changes.
+        self._views: dict[str, ModelViews] = {}
+        self._by_id: dict[str, Worker] | None = None
+        self._silent: list[Worker] | None = None
 
     async def __aenter__(self) -> Self:
         self._apply({f"{_bracket(host)}:{port}" for host, port in self._targets if not _needs_resolving(host)})
@@ -65,45 +72,42 @@ class Fleet:
 
     def by_id(self, worker_id: str) -> Worker | None:
         """The connected worker of that id."""
-        return next((worker for worker in self.workers if worker.connected and worker.worker_id == worker_id), None)
+        if self._by_id is None:
+            self._by_id = {worker.worker_id: worker for worker in self.workers if worker.connected}
+        return self._by_id.get(worker_id)
 
     def of(self, model: ServedModel) -> list[Worker]:
         """The workers of `model`, connected ones first; each id once, also where two names lead to one worker."""
-        found: dict[str, Worker] = {}
-        for worker in sorted(self.workers, key=lambda worker: not worker.connected):
-            if worker.snapshot and worker.snapshot.model in model.aliases:
-                found.setdefault(worker.worker_id, worker)
-        return list(found.values())
+        return list(self._model(model).workers.values())
 
     def view(self, model: ServedModel) -> FleetView:
-        """An immutable view of the workers of `model`."""
-        views = (worker.view() for worker in self.of(model))
-        return FleetView.of_workers((view for view in views if view is not None), self.unanswered)
+        """An immutable view of the workers of `model`; the same one as long as nothing changed."""
+        return self._model(model).view(self.unanswered)
 
     @property
     def unanswered(self) -> tuple[str, ...]:
         """Endpoints of unknown role that may still be starting: new ones, and those that say so."""
+        if self._silent is None:
+            self._silent = [worker for worker in self.workers if worker.snapshot is None]
+        if not self._silent:
+            return ()
         alive = time.monotonic() - self._settings.startup_seconds
-        return tuple(w.endpoint for w in self.workers if w.snapshot is None and w.alive_at > alive)
+        return tuple(worker.endpoint for worker in self._silent if worker.alive_at > alive)
 
     def facts(self, model: ServedModel) -> ModelFacts | None:
         """What the workers of `model` said about it, also those that are down; None: none ever spoke."""
-        snapshots = [worker.snapshot for worker in self.of(model) if worker.role is not None and worker.snapshot]
-        if not snapshots:
-            return None
-        return ModelFacts(min(s.max_model_len for s in snapshots), min(s.vocab_size for s in snapshots))
+        return self._model(model).facts
 
     def serves(self, model: ServedModel) -> bool:
         """Whether a request for `model` could be placed now, room aside."""
         view = self.view(model)
-        prefill = view.of(Role.PREFILL)
-        if not any(worker.usable for worker in view.of(Role.DECODE)):
+        if not any(worker.usable for worker in view.decode):
             return False
-        return any(worker.usable for worker in prefill) or not (prefill or view.unanswered)
+        return any(worker.usable for worker in view.prefill) or not (view.prefill or view.unanswered)
 
     async def hash_prompt(self, model: ServedModel, tokens: tuple[int, ...], salt: str) -> dict[KVLayout, list[bytes]]:
         """Block hashes of `tokens` for each layout that workers of `model` have."""
-        layouts = {worker.layout for worker in self.of(model) if worker.layout is not None}
+        layouts = self._model(model).layouts
 
         def compute() -> dict[KVLayout, list[bytes]]:
             return {layout: block_hashes(root_hash(layout, salt), tokens, layout.block_size) for layout in layouts}
@@ -112,12 +116,16 @@ class Fleet:
 
     def held(self, model: ServedModel, hashes: Mapping[KVLayout, list[bytes]]) -> dict[str, int]:
         """Worker id -> leading blocks of a prompt in its cache; workers without any are left out."""
-        counts = {
-            worker.worker_id: worker.leading_blocks(hashes[worker.layout])
-            for worker in self.of(model)
-            if worker.layout is not None and worker.layout in hashes
-        }
-        return {worker_id: count for worker_id, count in counts.items() if count}
+        workers, counts = self._model(model).by_endpoint, dict[str, int]()
+        for layout in hashes:
+            for endpoint, count in self._index.leading(hashes[layout]).items():
+                if (worker := workers.get(endpoint)) is not None:
+                    counts[worker.worker_id] = count
+        return counts
+
+    def known_blocks(self, worker: Worker) -> int:
+        """How many blocks in the worker's cache this router knows of."""
+        return self._index.holds(worker.endpoint)
 
     async def wait_membership(self, timeout: float) -> None:
         """Return when a worker comes, goes or starts to drain, or after `timeout` seconds."""
@@ -125,13 +133,28 @@ class Fleet:
             async with asyncio.timeout(timeout):
                 await self._members.wait()
 
-    def changed(self, membership: bool = True) -> None:
+    def touched(self, worker: Worker) -> None:
+        """What was placed on `worker` changed."""
+        for model in self._views.values():
+            model.touch(worker)
+
+    def changed(self, worker: Worker | None = None, membership: bool = True) -> None:
         """Tell everybody who waits that the view is another one."""
+        if worker is not None:
+            self.touched(worker)
         if membership:
+            self._views, self._by_id, self._silent = {}, None, None
+            self._warn()
             members, self._members = self._members, asyncio.Event()
             members.set()
         for callback in (*self.on_change, *(self.on_membership if membership else ())):
             callback()
+
+    def adopt(self, endpoint: str) -> Worker:
+        """One more worker, which somebody else connects to."""
+        worker = Worker(endpoint, self.router_id, self._settings.lease_seconds, self._index, self)
+        self._workers[endpoint], self._silent = worker, None
+        return worker
 
     def follow(self, endpoint: str) -> None:
         """Follow one more worker, by host:port."""
@@ -140,17 +163,25 @@ class Fleet:
     def _apply(self, endpoints: Set[str], replaced: Set[str] = frozenset()) -> None:
         """Follow `endpoints`; stop following those of `replaced` that are gone and not connected."""
         for endpoint in sorted(endpoints - self._workers.keys()):
-            worker = Worker(endpoint, self.router_id, self._settings.lease_seconds, self._on_worker_change)
-            self._workers[endpoint] = worker
+            worker = self.adopt(endpoint)
             self._tasks[endpoint] = asyncio.create_task(worker.run(), name=f"worker {endpoint}")
         for endpoint in sorted((replaced - endpoints) & self._workers.keys()):
             if not self._workers[endpoint].connected:
                 self._tasks.pop(endpoint).cancel()
                 del self._workers[endpoint]
+                self._index.drop(endpoint)
                 self.changed()
 
-    def _on_worker_change(self, membership: bool) -> None:
-        for worker in self.workers if membership else ():
+    def _model(self, model: ServedModel) -> ModelViews:
+        views = self._views.get(model.name)
+        if views is None:
+            members = [w for w in self.workers if w.snapshot and w.snapshot.model in model.aliases]
+            views = self._views[model.name] = ModelViews(members, self.unanswered)
+        return views
+
+    def _warn(self) -> None:
+        """Say it once of each worker that nobody can reach by a model's name."""
+        for worker in self.workers:
             if worker.snapshot is None or worker.role is None or worker.snapshot.incarnation in self._warned:
                 continue
             if self._models.announced_as(worker.snapshot.model) is None:
@@ -159,7 +190,6 @@ class Fleet:
                 log.warning(
                     "worker_without_model", worker_id=worker.worker_id, model=worker.snapshot.model, served=served
                 )
-        self.changed(membership)
 
     async def _resolve_always(self) -> None:
         """Names change what they stand for without telling, so they are asked again and again."""

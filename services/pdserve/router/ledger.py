@@ -1,4 +1,4 @@
-"""What this router has placed on one worker and has not seen the end of.
+"""What this router has placed on one worker, and what of it the worker's own reports don't show yet.
 
 One Ledger lives as long as one connection to a worker, so that a worker that comes back starts from nothing, and what
 was placed before cannot be taken off twice.
@@ -6,63 +6,91 @@ was placed before cannot be taken off twice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a sequence is for one worker: its `tokens`, the prompt tokens to compute and their squares (see
+    policy.estimate), and the blocks that it takes."""
+
+    tokens: int
+    prefill_tokens: int = 0
+    prefill_squares: int = 0
+    blocks: int = 0
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Sums over the open entries. Only entries change them."""
+    """Sums over the open entries; the figures called in flight are those that no report shows yet. Only entries change
+    them, and each time `on_change` is called."""
 
+    on_change: Callable[[], None] = lambda: None
     outstanding_tokens: int = 0
-    prefill_tokens: int = 0
+    in_flight_tokens: int = 0
+    in_flight_squares: int = 0
     in_flight_blocks: int = 0
     sequences: int = 0
     placed: int = 0
-    _settled_blocks: int = 0
+    _settled: list[Entry] = field(default_factory=list)
 
-    def add(self, tokens: int, prefill_tokens: int, blocks: int) -> Entry:
+    def add(self, work: Work) -> Entry:
         """Account for a sequence that is about to be sent. The caller must close the entry."""
-        self.outstanding_tokens += tokens
-        self.prefill_tokens += prefill_tokens
-        self.in_flight_blocks += blocks
+        self.outstanding_tokens += work.tokens
         self.sequences += 1
         self.placed += 1
-        return Entry(self, tokens, prefill_tokens, blocks)
+        self._fly(work, 1)
+        return Entry(self, work)
 
     def reported(self) -> None:
-        """The worker sent its load: blocks whose reservation it confirmed before are in there."""
-        self.in_flight_blocks -= self._settled_blocks
-        self._settled_blocks = 0
+        """The worker sent its load: what it had confirmed before is in there."""
+        settled, self._settled = self._settled, []
+        for entry in settled:
+            entry.land()
+
+    def _fly(self, work: Work, sign: int) -> None:
+        self.in_flight_tokens += sign * work.prefill_tokens
+        self.in_flight_squares += sign * work.prefill_squares
+        self.in_flight_blocks += sign * work.blocks
+        self.on_change()
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One sequence on one worker."""
+    """One sequence on one worker: in flight, until the worker has confirmed it and then sent a report."""
 
     _ledger: Ledger
-    _tokens: int
-    _prefill_tokens: int
-    _blocks: int
+    _work: Work
     _open: bool = True
-
-    def prefilled(self) -> None:
-        """The first token came: nothing of the prompt waits any more."""
-        self._ledger.prefill_tokens -= self._prefill_tokens
-        self._prefill_tokens = 0
+    _flies: bool = True
+    _confirmed: bool = False
 
     def settled(self) -> None:
-        """The worker holds the blocks: its next report counts them, so from then on the router does not."""
-        if not self._open:
-            return
-        self._ledger._settled_blocks += self._blocks
-        self._blocks = 0
+        """The worker has it: its next report counts it, so from then on the router does not."""
+        if self._open and not self._confirmed:
+            self._confirmed = True
+            self._ledger._settled.append(self)
+
+    def prefilled(self) -> None:
+        """The first token came: nothing of the prompt waits any more, whatever was reported."""
+        work = self._work
+        if self._flies and work.prefill_tokens:
+            self._ledger._fly(Work(0, work.prefill_tokens, work.prefill_squares), -1)
+            self._work = replace(work, prefill_tokens=0, prefill_squares=0)
+
+    def land(self) -> None:
+        """A report has it. May be called again."""
+        if self._flies:
+            self._flies = False
+            self._ledger._fly(self._work, -1)
 
     def close(self) -> None:
         """The worker is done with it, or never got it. May be called again."""
         if not self._open:
             return
         self._open = False
-        self.prefilled()
-        self._ledger.outstanding_tokens -= self._tokens
-        self._ledger.in_flight_blocks -= self._blocks
+        self.land()
+        self._ledger.outstanding_tokens -= self._work.tokens
         self._ledger.sequences -= 1
+        self._ledger.on_change()

@@ -8,6 +8,10 @@ import grpc
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.slo import Outcome, SloTargets, judge
+from pdserve.policy.admission import Target
+from pdserve.policy.limits import Limit
+from pdserve.policy.routing import Decision
+from pdserve.router.decisions import DecisionLog
 from pdserve.router.meter import Ended, Meter
 from pdserve.router.stages import Timeline
 from pdserve.v1 import inference_pb2
@@ -30,6 +34,7 @@ class Measure:
 
     def __init__(self, meters: Sequence[Meter], operation: str) -> None:
         self.timeline = Timeline(listener=self)
+        self.decisions = DecisionLog(self._decided)
         self.usage = inference_pb2.Usage()
         self.workers: dict[str, None] = {}  # ids of all that it was placed on, in that order
         self._all = meters
@@ -37,6 +42,7 @@ class Measure:
         self._operation = operation
         self._model = ""
         self._targets: SloTargets | None = None
+        self._limited = False
         self._over = False
 
     def started(self, model: str, targets: SloTargets) -> None:
@@ -48,6 +54,11 @@ class Measure:
     def first_token(self, seconds: float) -> None:
         for meter in self._meters:
             meter.first_token(self._model, seconds)
+        placed = self.decisions.placed
+        if placed is not None and placed.best is not None and placed.best.measured:
+            came = self.timeline.arrived + self.timeline.offset + round(1e9 * seconds)
+            for meter in self._meters:
+                meter.predicted(self._model, placed.best.ttft, (came - placed.last_ns) / 1e9)
 
     def gap(self, seconds: float) -> None:
         for meter in self._meters:
@@ -63,10 +74,20 @@ class Measure:
         for meter in self._meters:
             meter.refused(self._model)
 
+    def turned_away(self, why: Limit | Target) -> None:
+        """It was refused at the door. A tenant's own limit says nothing about the deployment."""
+        self._limited = isinstance(why, Limit)
+        for meter in self._meters:
+            meter.turned_away(self._model, why)
+
     def rearmed(self) -> None:
         """Its reservation goes on with another prefill worker."""
         for meter in self._meters:
             meter.rearmed(self._model)
+
+    def _decided(self, decision: Decision) -> None:
+        for meter in self._meters:
+            meter.decided(self._model, decision)
 
     def answered(self, finish: inference_pb2.Finish) -> None:
         self._end(Outcome.ANSWERED, grpc.StatusCode.OK, _ANSWERS.get(finish.reason, ""))
@@ -76,7 +97,7 @@ class Measure:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             outcome = Outcome.EXPIRED
         else:
-            outcome = Outcome.REFUSED if code in _CLIENTS_ERRORS else Outcome.FAILED
+            outcome = Outcome.REFUSED if self._limited or code in _CLIENTS_ERRORS else Outcome.FAILED
         self._end(outcome, code)
 
     def cancelled(self) -> None:

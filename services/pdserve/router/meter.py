@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.core.slo import Outcome, Verdict
+from pdserve.policy.admission import Target
+from pdserve.policy.limits import Limit
+from pdserve.policy.routing import Decision
 from pdserve.v1 import inference_pb2
 
 
@@ -46,8 +49,18 @@ class Meter:
     def queued(self, model: str, seconds: float) -> None:
         """A try of a request was placed after waiting so long for a worker."""
 
+    def decided(self, model: str, decision: Decision) -> None:
+        """A request is to go, or to wait, where it was not told so before."""
+
+    def predicted(self, model: str, predicted: float, actual: float) -> None:
+        """A first token came: from the decision to it, as the router had predicted and as it was. Only where the
+        workers had told how fast they are."""
+
     def refused(self, model: str) -> None:
         """A worker had no room for a request after all, so it is placed again."""
+
+    def turned_away(self, model: str, why: Limit | Target) -> None:
+        """A request was refused at the door, before anything was spent on it."""
 
     def rearmed(self, model: str) -> None:
         """A reservation goes on with another prefill worker."""

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from pdserve.core.slo import SloTargets
+from pdserve.policy.admission import Target
 from pdserve.policy.fleet import Role
+from pdserve.policy.limits import Limit
+from pdserve.policy.routing import Decision
 from pdserve.router.fleet import Fleet
 from pdserve.router.meter import Ended, Meter
 from pdserve.router.models import Models
@@ -60,8 +63,17 @@ class RouterMetrics(Meter):
     def queued(self, model: str, seconds: float) -> None:
         self._of[model].queue.observe(seconds)
 
+    def decided(self, model: str, decision: Decision) -> None:
+        self._of[model].decided(decision)
+
+    def predicted(self, model: str, predicted: float, actual: float) -> None:
+        self._of[model].predicted(predicted, actual)
+
     def refused(self, model: str) -> None:
         self._of[model].refusals.inc()
+
+    def turned_away(self, model: str, why: Limit | Target) -> None:
+        self._of[model].turned_away[why].inc()
 
     def rearmed(self, model: str) -> None:
         self._of[model].rearms.inc()

@@ -20,6 +20,7 @@ import structlog
 from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.router.tasks import until_first_ends
 from pdserve.rpc.errors import DETAILS_KEY, RpcError, to_status
+from pdserve.rpc.tenant import TENANT
 from pdserve.telemetry.tracing import TRACEPARENT, bounded_traceparent
 from pdserve.v1 import inference_pb2 as pb
 
@@ -81,7 +82,8 @@ class Lane:
         self._number, self._outbox = number, outbox
         self._deadline = time.monotonic() + begin.time_remaining_ms / 1e3 if begin.time_remaining_ms else None
         parent = bounded_traceparent(begin.traceparent)
-        self._metadata = ((TRACEPARENT, parent),) if parent else ()
+        named = ((TRACEPARENT, parent), (TENANT, begin.tenant_id))
+        self._metadata = tuple((key, value) for key, value in named if value)
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return self._metadata

@@ -1,4 +1,4 @@
-"""The most recent requests: what `pdserve trace` can be asked for, and which trace each of them is."""
+"""The most recent requests: what `pdserve trace` and `pdserve explain` can be asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 from pdserve.core.errors import UnknownRequest
 from pdserve.core.quantiles import quantiles_of
+from pdserve.router.decisions import attributes
 from pdserve.router.measure import Measure
 from pdserve.router.stats import latency
 from pdserve.telemetry import names
@@ -21,6 +22,7 @@ class Record:
     def __init__(self, span: Span, name: str, parent: str, measure: Measure) -> None:
         """`span` is the request's, called `name`, below the traceparent `parent`."""
         self.workers: tuple[str, ...] = ()
+        self.decisions = measure.decisions
         self._span, self._name, self._parent = span, name, parent
         self._measure: Measure | None = measure
         self._summary = inference_pb2.RequestSummary(
@@ -99,6 +101,9 @@ class Record:
             return
         self._take_measure(measure)
         self._summary.state, self._measure = state, None
+        self.decisions.over()
+        if self.decisions.placed is not None:
+            self._span.set_attributes(attributes(self.decisions.placed.decision))
         complete = state == inference_pb2.REQUEST_STATE_DONE
         measure.timeline.record(traceparent_of(self._span), measure.timeline.now(), complete=complete)
         self._span.end()

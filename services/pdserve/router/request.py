@@ -17,12 +17,14 @@ import structlog
 from pdserve.core.errors import Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.router.answer import Answer
-from pdserve.router.dispatch import Assignment, Dispatcher, Refusals, Waiting
+from pdserve.router.assignment import Assignment
+from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import Fleet
 from pdserve.router.follow import Failure, Follower
 from pdserve.router.measure import Measure
 from pdserve.router.ticket import Ticket
 from pdserve.router.validate import ResolvedRequest
+from pdserve.router.waiting import Refusals, Waiting, Wishes
 from pdserve.router.worker import Worker
 from pdserve.rpc.convert import sampling_to_proto
 from pdserve.telemetry import names
@@ -54,6 +56,7 @@ class RequestRun:
         max_replays: int,
         measure: Measure,
         traceparent: str = "",
+        wishes: Wishes = Wishes(),  # noqa: B008  immutable
     ) -> None:
         self.answer = Answer(resolved)
         self.measure = measure
@@ -67,8 +70,9 @@ class RequestRun:
         self._queue_deadline = queue_deadline
         self._max_replays = max_replays
         self._traceparent = traceparent
+        self._wishes = wishes
         self._refusals = Refusals()
-        self._arrival = dispatcher.next_arrival()
+        self._arrived, self._arrival = self._now(), dispatcher.next_arrival()
         self._tries = 0
         self._fruitless = 0  # failures in a row without a token in between
         self._failed = False  # a failure since the try began makes the next one a replay; a rearm goes on with the same
@@ -78,18 +82,26 @@ class RequestRun:
     async def run(self) -> inference_pb2.Finish:
         """Send PromptInfo, the outputs and the finish, which is also returned. Raises PdserveError."""
         await self._tell(inference_pb2.GenerateResponse(prompt=self._prompt_info()))
-        while self.answer.ending is None:
-            waiting = await self._waiting()
-            assignment = await self._place(waiting, self._queue_deadline)
-            self.usage.replays += self._failed
-            self._failed = False
-            failure = await self._try(assignment)
-            self._dispatcher.wake()  # what it held is free
-            if failure is None:
-                break
-            if not failure.counted:
-                self.count(failure)
-            await self._back_off(failure)
+        try:
+            while self.answer.ending is None:
+                assignment = await self._place(await self._waiting(), self._queue_deadline)
+                self.usage.replays += self._failed
+                self._failed = False
+                failure = await self._try(assignment)
+                self._dispatcher.wake()  # what it held is free
+                if failure is None:
+                    break
+                if not failure.counted:
+                    self.count(failure)
+                await self._back_off(failure)
+        finally:
+            self._dispatcher.answered(
+                self._resolved.model,
+                self._wishes,
+                self._resolved.spec.priority,
+                self.answer.num_tokens,
+                whole=self.answer.ending is not None,
+            )
         finish = self._finish()
         await self._tell(inference_pb2.GenerateResponse(finish=finish))
         return finish
@@ -102,9 +114,12 @@ class RequestRun:
             remaining=resolved.spec.params.max_tokens - self.answer.num_tokens,
             priority=resolved.spec.priority,
             replay=self._tries > 0,
+            arrived=self._arrived,
             arrival=self._arrival,
             hashes=await self._fleet.hash_prompt(resolved.model, tokens, resolved.spec.cache_salt),
             refusals=self._refusals,
+            wishes=self._wishes,
+            log=self.measure.decisions,
             decode=decode,
         )
 

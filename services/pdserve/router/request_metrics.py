@@ -7,9 +7,13 @@ from functools import partial
 import grpc
 
 from pdserve.core.slo import Outcome, Verdict
+from pdserve.policy.admission import Target
+from pdserve.policy.disaggregation import Local
+from pdserve.policy.limits import Limit
+from pdserve.policy.routing import Decision, Kind
 from pdserve.router.meter import Ended
 from pdserve.telemetry import names
-from pdserve.telemetry.metrics import CollectorRegistry, count, histogram
+from pdserve.telemetry.metrics import CollectorRegistry, Counter, count, histogram
 
 # Seconds. Gaps are told apart finely where people notice; waits reach from nothing to a request's longest deadline.
 GAP_BUCKETS = (
@@ -23,6 +27,7 @@ WAIT_BUCKETS = (
 TTFT_BUCKETS = (*names.GENAI_TTFT_BUCKETS, 20.0, 40.0, 80.0)
 DURATION_BUCKETS = (*names.GENAI_DURATION_BUCKETS, 163.84, 327.68, 655.36)
 TOKEN_BUCKETS = tuple(float(2**power) for power in range(18))  # 1 to 131072
+RATIO_BUCKETS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 STAGES = ("queue", "reserve", "prefill", "transfer_exposed", "decode_wait", "first_step")
 ERRORS = {code.name: code.name.lower() for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 OUTCOMES = ("stop", "length", *ERRORS.values())
@@ -59,6 +64,30 @@ class RequestMetrics:
         self.replays = total("request_replays_total", "Tries that began after one that failed; rearms are none.")
         self.rearms = total("request_rearms_total", "Reservations that went on with another prefill worker.")
         self.refusals = total("request_refusals_total", "Placements that a worker had no room for after all.")
+        self.rejected = count(
+            registry,
+            "requests_rejected_total",
+            "Requests refused at the door: for a limit of their tenant (tenant_requests, tenant_tokens), or because "
+            "they would have missed a target (ttft, itl) or their deadline.",
+            ["model_name", "reason"],
+        )
+        self.decisions = count(
+            registry,
+            "routing_decisions_total",
+            "What the router decided for requests. One that waits counts once, however often it is looked at.",
+            ["model_name", "kind"],
+        )
+        self.local_prefills = count(
+            registry,
+            "routing_local_prefills_total",
+            "Prompts given to decode workers, by why: quicker (conditional), KV there (held), or no_prefill_workers.",
+            ["model_name", "reason"],
+        )
+        self.prediction = timed(
+            "routing_ttft_ratio",
+            "From decision to first token, as a multiple of what was predicted, once workers have told their speed.",
+            RATIO_BUCKETS,
+        )
         self.requests = count(
             registry,
             "requests_total",
@@ -110,6 +139,12 @@ class ModelMetrics:
         self._replays = families.replays.labels(model)
         self.queue = families.queue.labels(model)
         self.rearms, self.refusals = families.rearms.labels(model), families.refusals.labels(model)
+        self.turned_away: dict[Limit | Target, Counter] = {
+            why: families.rejected.labels(model, why.value) for why in (*Limit, *Target)
+        }
+        self._decisions = {kind: families.decisions.labels(model, kind.value) for kind in Kind}
+        self._locals = {why: families.local_prefills.labels(model, why.value) for why in Local}
+        self._prediction = families.prediction.labels(model)
 
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
@@ -118,6 +153,16 @@ class ModelMetrics:
     def gap(self, seconds: float) -> None:
         self._itl.observe(seconds)
         self._tokens.inc()
+
+    def decided(self, decision: Decision) -> None:
+        self._decisions[decision.kind].inc()
+        why = decision.options[0].local if decision.options else None
+        if decision.kind is Kind.LOCAL and why is not None:
+            self._locals[why].inc()
+
+    def predicted(self, predicted: float, actual: float) -> None:
+        if predicted > 0:
+            self._prediction.observe(max(0.0, actual) / predicted)
 
     def ended(self, ended: Ended) -> None:
         """Take in a request that is over."""

@@ -11,6 +11,8 @@ import grpc.aio
 import structlog
 
 from pdserve.core.errors import PdserveError, Unavailable
+from pdserve.policy.forecast import Ahead
+from pdserve.router.admission import Door, stated_targets
 from pdserve.router.codec_service import detokenize, tokenize
 from pdserve.router.config import RouterSettings
 from pdserve.router.dispatch import Dispatcher
@@ -23,8 +25,10 @@ from pdserve.router.recent import RecentRequests, Record
 from pdserve.router.request import RequestRun
 from pdserve.router.stats import WINDOW, RecentStats
 from pdserve.router.traces import gather
-from pdserve.router.validate import MAX_MODEL_NAME, resolve, resolve_request_id
+from pdserve.router.validate import MAX_MODEL_NAME, MAX_REQUEST_ID, resolve, resolve_request_id
+from pdserve.router.waiting import Wishes
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort, status_code
+from pdserve.rpc.tenant import ANONYMOUS, TENANT, check_tenant
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
 from pdserve.telemetry.tracing import TRACEPARENT, bounded_traceparent, start_span, traceparent_of
@@ -51,6 +55,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._models = Models(())
         self._fleet: Fleet | None = None
         self._dispatcher: Dispatcher | None = None
+        self._door: Door | None = None
         self._draining = False
         self._running = 0
         self._idle = asyncio.Event()
@@ -59,7 +64,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     def start(self, models: Models, fleet: Fleet) -> None:
         """Serve `models` with `fleet`, which outlives this service's requests."""
         self._models, self._fleet = models, fleet
-        self._dispatcher = Dispatcher(fleet, self._settings.max_queue)
+        dispatcher = self._dispatcher = Dispatcher(fleet, self._settings.max_queue, self._settings.rules)
+        self._door = Door(self._settings, fleet, lambda model, *_: Ahead(*dispatcher.ahead(model)), dispatcher.expected)
 
     def waiting(self, model: str) -> int:
         """How many requests for `model` wait for a worker."""
@@ -89,7 +95,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         except PdserveError as error:
             measure.failed(status_code(error))
             record.failed(status_code(error).name, error)
-            log.info("request_failed", code=status_code(error).name, error=str(error))
+            # Refused before it was named, it is what its caller calls it, unchecked.
+            request_id = (record.request_id or request.request_id or metadata.get("x-request-id", ""))[:MAX_REQUEST_ID]
+            log.info("request_failed", request_id=request_id, code=status_code(error).name, error=str(error))
             await abort(context, error)
         except asyncio.CancelledError:
             measure.cancelled()
@@ -121,11 +129,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         measure: Measure,
         record: Record,
     ) -> None:
-        fleet, dispatcher = self._fleet, self._dispatcher
-        if fleet is None or dispatcher is None or self._draining:
+        fleet, dispatcher, door = self._fleet, self._dispatcher, self._door
+        if fleet is None or dispatcher is None or door is None or self._draining:
             raise Unavailable("this router is draining" if self._draining else "this router is starting")
         model = self._models.get(request.model)
-        measure.started(model.name, promised(request.slo, self._settings.slo))
+        stated = stated_targets(request.slo, self._settings)
+        wishes = Wishes(
+            tenant=check_tenant(metadata.get(TENANT, ANONYMOUS)),
+            session=request.session_id,
+            targets=promised(request.slo, self._settings.slo),
+            stated=bool(stated),
+        )
+        measure.started(model.name, wishes.targets)
         request_id = resolve_request_id(request.request_id or metadata.get("x-request-id", ""))
         record.named(request_id, model.name)
         self._recent.add(record)
@@ -138,8 +153,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise Unavailable(f"no worker of {model.name} has answered yet")
         with log_request(request_id):
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(deadline), door.entered(wishes, stated, measure) as visit:
                     resolved = await resolve(request, model, facts, request_id)
+                    await visit.admit(resolved, deadline)
                     run = RequestRun(
                         resolved,
                         fleet,
@@ -150,6 +166,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         max_replays=self._settings.max_replays,
                         measure=measure,
                         traceparent=traceparent,
+                        wishes=wishes,
                     )
                     finish = await run.run()
             except TimeoutError:
@@ -228,13 +245,29 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetTraceRequest, context: Context
     ) -> inference_pb2.GetTraceResponse:
         try:
-            if not self._recent.size:
-                raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "this router keeps no traces (--trace-ring 0)")
+            record = self._remembered(request.request_id)
             if self._fleet is None:
                 raise Unavailable("this router is starting")
-            return await gather(self._recent.get(request.request_id), self._fleet)
+            return await gather(record, self._fleet)
         except PdserveError as error:
             await abort(context, error)
+
+    async def GetDecisions(
+        self, request: inference_pb2.GetDecisionsRequest, context: Context
+    ) -> inference_pb2.GetDecisionsResponse:
+        try:
+            record = self._remembered(request.request_id)
+            return inference_pb2.GetDecisionsResponse(
+                request=record.summary(), decisions=record.decisions.told(), dropped=record.decisions.dropped
+            )
+        except PdserveError as error:
+            await abort(context, error)
+
+    def _remembered(self, request_id: str) -> Record:
+        """A recent request. Raises UnknownRequest, and FAILED_PRECONDITION where none is kept."""
+        if not self._recent.size:
+            raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "this router keeps no traces (--trace-ring 0)")
+        return self._recent.get(request_id)
 
     async def GetFleet(
         self, request: inference_pb2.GetFleetRequest, context: Context

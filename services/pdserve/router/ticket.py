@@ -16,8 +16,8 @@ import structlog
 
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.sequence import SequenceSpec
+from pdserve.router.assignment import Assignment
 from pdserve.router.attempt import run_prefill
-from pdserve.router.dispatch import Assignment
 from pdserve.router.events import Ended, Event, Lost, NewToken, PrefillFailed, PrefillPlaced, Reserved
 from pdserve.rpc.convert import spec_to_proto
 from pdserve.v1 import prefill_pb2

@@ -6,19 +6,22 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import grpc.aio
 import structlog
 
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.layout import KVLayout
+from pdserve.policy.estimate import UNKNOWN, Speed
 from pdserve.policy.fleet import LinkFacts, Role, WorkerView
+from pdserve.policy.prefix_index import PrefixIndex
 from pdserve.router.ledger import Ledger
 from pdserve.router.session import DecodeSession
 from pdserve.router.tasks import until_first_ends
 from pdserve.rpc.channel import CLIENT_OPTIONS
-from pdserve.rpc.convert import layout_from_proto
+from pdserve.rpc.convert import layout_from_proto, speed_from_proto
 from pdserve.rpc.errors import error_from_call, from_server
 from pdserve.rpc.versions import our_versions
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
@@ -28,9 +31,17 @@ log = structlog.get_logger(__name__)
 BACKOFF_FIRST = 0.1  # seconds
 BACKOFF_MAX = 2.0
 BACKOFF_STARTING = 0.3  # the limit for one that never answered: it is probably about to
-# A worker's index is bounded by its blocks, and that by this, whatever it claims.
-MAX_INDEX = 1 << 20
 _ROLES = {worker_pb2.ROLE_PREFILL: Role.PREFILL, worker_pb2.ROLE_DECODE: Role.DECODE}
+
+
+class Listener(Protocol):
+    """Who hears of a worker's changes; calls must not block."""
+
+    def changed(self, worker: Worker, membership: bool) -> None:
+        """The worker said something; `membership`: it came, went, became another one or started to drain."""
+
+    def touched(self, worker: Worker) -> None:
+        """What this router has placed there is another sum."""
 
 
 class Worker:
@@ -39,15 +50,15 @@ class Worker:
     `reports` counts what the worker told of its load, over all connections.
     """
 
-    def __init__(self, endpoint: str, router_id: str, lease: float, on_change: Callable[[bool], None]) -> None:
-        """`lease`, in seconds, is the silence that ends a connection. `on_change` is called after each
-        change; its argument says whether the worker came, went or started to drain."""
+    def __init__(self, endpoint: str, router_id: str, lease: float, index: PrefixIndex, listener: Listener) -> None:
+        """`lease`, in seconds, is the silence that ends a connection. The worker keeps what it says of its cache in
+        `index`, under its endpoint."""
         self.endpoint = endpoint
         self.snapshot: worker_pb2.WorkerSnapshot | None = None
         self.load = worker_pb2.WorkerLoad()
         self.links = worker_pb2.LinkTable()
         self.layout: KVLayout | None = None
-        self.hashes: dict[bytes, None] = {}
+        self.speed: Speed = UNKNOWN
         self.ledger = Ledger()
         self.connected = False
         self.draining = False
@@ -57,7 +68,8 @@ class Worker:
         self.session: DecodeSession | None = None
         self._router_id = router_id
         self._lease = lease
-        self._on_change = on_change
+        self._index = index
+        self._listener = listener
         self._sequence = 0
         self._link_facts: Mapping[str, LinkFacts] = {}
         self._retry_now = asyncio.Event()
@@ -89,18 +101,18 @@ class Worker:
             draining=self.draining,
             in_flight_blocks=ledger.in_flight_blocks,
             outstanding_tokens=ledger.outstanding_tokens,
-            prefill_tokens=ledger.prefill_tokens,
+            prefill_tokens=ledger.in_flight_tokens,
+            prefill_squares=ledger.in_flight_squares,
             sequences=ledger.sequences,
             placed=ledger.placed,
             reported_sequences=load.running + load.waiting,
             reported_prefill_tokens=load.pending_prefill_tokens,
+            reported_prefill_squares=load.pending_prefill_squares,
             reported_owned_blocks=load.owned_blocks + load.reserved_blocks,
+            speed=self.speed,
+            node=snapshot.node,
             links=self._link_facts,
         )
-
-    def leading_blocks(self, hashes: list[bytes]) -> int:
-        """How many of the first `hashes` this worker has in its cache."""
-        return next((index for index, digest in enumerate(hashes) if digest not in self.hashes), len(hashes))
 
     def retry_now(self) -> None:
         """Cut the wait before the next connection short: something hints that the worker is there."""
@@ -141,12 +153,13 @@ class Worker:
                         await session.open()
                         if session.incarnation != first.snapshot.incarnation:
                             raise Unavailable("the worker restarted between Watch and Session")
-                    self._up(first.snapshot, channel, session)
+                    self.up(first.snapshot, channel, session)
                     reached = True
                     await until_first_ends(self._follow(watch), *([session.run()] if session else []))
                 finally:
                     # The view first: whoever hears of a lost ticket must not be sent here again.
                     self.connected, self.channel, self.session = False, None, None
+                    self._listener.touched(self)
                     if watch is not None:
                         watch.cancel()
                     if session is not None:
@@ -159,18 +172,19 @@ class Worker:
             # Who said before that it would go has not been lost.
             tell, event = (log.info, "worker_left") if self.draining else (log.warning, "worker_lost")
             tell(event, endpoint=self.endpoint, worker_id=self.worker_id, reason=reason)
-            self._on_change(True)
+            self._listener.changed(self, True)
         else:
             log.debug("worker_unreachable", endpoint=self.endpoint, reason=reason)
             if self.snapshot is None:
-                self._on_change(True)  # who waits for this endpoint may give it up now
+                self._listener.changed(self, True)  # who waits for this endpoint may give it up now
         return reached
 
-    def _up(
-        self, snapshot: worker_pb2.WorkerSnapshot, channel: grpc.aio.Channel, session: DecodeSession | None
+    def up(
+        self, snapshot: worker_pb2.WorkerSnapshot, channel: grpc.aio.Channel | None, session: DecodeSession | None
     ) -> None:
+        """A connection is there, and this is what the worker said first."""
         self._take_snapshot(snapshot)
-        self.ledger = Ledger()
+        self.ledger = Ledger(lambda: self._listener.touched(self))
         self.channel, self.session, self.connected = channel, session, True
         log.info(
             "worker_up",
@@ -180,14 +194,15 @@ class Worker:
             role=worker_pb2.Role.Name(snapshot.role),
             model=snapshot.model,
         )
-        self._on_change(True)
+        self._listener.changed(self, True)
 
     def _take_snapshot(self, snapshot: worker_pb2.WorkerSnapshot) -> None:
         # A prefix cache has no layout of its own; of the others one that cannot be is an error.
         self.layout = layout_from_proto(snapshot.layout) if snapshot.role in _ROLES else None
         self.snapshot, self.draining = snapshot, snapshot.draining
         self.load = worker_pb2.WorkerLoad(free_blocks=snapshot.total_blocks)  # until it reports
-        self.hashes = {}
+        self.speed = UNKNOWN
+        self._index.drop(self.endpoint)
         self._take_links(worker_pb2.LinkTable())
         self._sequence = 0
         self.reports += 1
@@ -199,16 +214,16 @@ class Worker:
                 response = await watch.read()
             if not isinstance(response, worker_pb2.WatchResponse):
                 raise Unavailable("the worker ended the Watch stream")
-            draining = self.draining
+            draining, another = self.draining, response.HasField("snapshot")
             if response.HasField("delta"):
-                self._take_delta(response.delta)
-            elif response.HasField("snapshot"):
+                self.take_delta(response.delta)
+            elif another:
                 if self.snapshot is not None and response.snapshot.incarnation != self.snapshot.incarnation:
                     raise Unavailable("a new incarnation in the middle of a Watch stream")
                 self._take_snapshot(response.snapshot)
-            self._on_change(self.draining != draining)
+            self._listener.changed(self, another or self.draining != draining)
 
-    def _take_delta(self, delta: worker_pb2.WorkerDelta) -> None:
+    def take_delta(self, delta: worker_pb2.WorkerDelta) -> None:
         if delta.sequence != self._sequence + 1:
             raise Unavailable(f"Watch went from delta {self._sequence} to {delta.sequence}")
         self._sequence = delta.sequence
@@ -217,15 +232,12 @@ class Worker:
             self.snapshot.draining = delta.draining
         if delta.HasField("links"):
             self._take_links(delta.links)
+        self.speed = speed_from_proto(delta.load.speed)
         self.reports += 1
         self.ledger.reported()
-        # A hash may be in both lists, in unknown order; then it counts as removed, the safe side.
-        self.hashes.update(dict.fromkeys(delta.stored))
-        for digest in delta.removed:
-            self.hashes.pop(digest, None)
-        limit = min(MAX_INDEX, self.snapshot.total_blocks if self.snapshot else 0)
-        while len(self.hashes) > limit:
-            del self.hashes[next(iter(self.hashes))]
+        if delta.stored or delta.removed:
+            limit = self.snapshot.total_blocks if self.snapshot else 0
+            self._index.update(self.endpoint, delta.stored, delta.removed, limit)
 
     def _take_links(self, table: worker_pb2.LinkTable) -> None:
         self.links = table

@@ -13,6 +13,9 @@ from pdserve.policy.reservation import fits
 from pdserve.policy.routing import Decision, Kind
 from pdserve.simulator.costs import CostModel
 
+# Its paper names the threshold and not its value.
+BALANCING = 1.0
+
 Choose = Callable[[Sequence[WorkerView], PlacementRequest], WorkerView]
 
 
@@ -26,14 +29,24 @@ def load_balance(workers: Sequence[WorkerView], request: PlacementRequest) -> Wo
     return min(workers, key=lambda worker: (worker.prefill_backlog, worker.placed, worker.worker_id))
 
 
-def kv_aware(cost: CostModel) -> Choose:
-    """Least predicted TTFT: the prompts that wait, and what of this one is not cached on that worker."""
+def kv_aware(cost: CostModel, bytes_per_second: float = 0.0) -> Choose:
+    """Least predicted TTFT: the prompts that wait, and what of this one is not cached on that worker.
+
+    With `bytes_per_second` as Mooncake's global one: where the best match in the fleet is longer than this worker's by
+    more than BALANCING, the rest of it comes over the network and is not computed. The fleet must share its caches.
+    """
 
     def choose(workers: Sequence[WorkerView], request: PlacementRequest) -> WorkerView:
+        best = max(request.held.values(), default=0)
+
         def seconds(worker: WorkerView) -> float:
-            held = request.held_tokens(worker)
+            held, fetch, size = request.held_tokens(worker), 0.0, worker.layout.block_size
+            longest = min(best, (request.tokens - 1) // size) * size
+            if bytes_per_second and longest > BALANCING * held:
+                fetch = (longest - held) * worker.layout.token_bytes / bytes_per_second
+                held = longest
             waits = cost.step([(0, worker.prefill_backlog)], 0, 0) if worker.prefill_backlog else 0.0
-            return waits + cost.step([(held, request.tokens - held)], 0, 0)
+            return fetch + waits + cost.step([(held, request.tokens - held)], 0, 0)
 
         return min(workers, key=lambda worker: (seconds(worker), worker.placed, worker.worker_id))
 

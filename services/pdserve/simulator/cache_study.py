@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pdserve.core.blocks import BlockPool
-from pdserve.simulator.simulation import block_hashes
+from pdserve.simulator.request import block_hashes
 from pdserve.simulator.workload import Arrival
 
 

@@ -5,14 +5,18 @@ A step computes chunks of prompts and one token for each of some running answers
 
 from __future__ import annotations
 
+import csv
 import json
-from bisect import bisect_right
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Protocol
 
 from pdserve.core.errors import ConfigError
+from pdserve.policy.estimate import Speed, squares
 
 # (tokens that have KV already, tokens to compute now)
 Chunk = tuple[int, int]
@@ -33,7 +37,8 @@ class Fitted:
 
     with other decode coefficients from a batch of `threshold` on. The form is DistServe's (OSDI 2024, appendix A, and
     its simulator's): attention over a prompt costs the square of its length, so a chunk costs the difference of two
-    squares. A step with both is the sum without a second constant: they share the pass over the weights.
+    squares. A step with both is the sum without a second constant: they share the pass over the weights. No step is
+    faster than that pass, A', where a line through long prompts would have it so.
     """
 
     prefill: tuple[float, float, float]
@@ -47,10 +52,10 @@ class Fitted:
         if chunks:
             constant, linear, square = self.prefill
             new = sum(count for _, count in chunks)
-            squares = sum((before + count) ** 2 - before**2 for before, count in chunks)
-            milliseconds = (constant + linear * new + square * squares) / self.stages + self.stages
+            milliseconds = (constant + linear * new + square * squares(chunks)) / self.stages + self.stages
             if self.stages == 1:
                 milliseconds -= 1
+            milliseconds = max(milliseconds, self.decode[0] / self.stages)
         if decoding:
             large = self.decode_large is not None and decoding >= self.threshold
             constant, linear, each = self.decode_large if large and self.decode_large else self.decode
@@ -132,11 +137,12 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Splitwise's way (ISCA 2024, its simulator's performance model): prompt time by prompt tokens and decode time by
-    running answers, each piecewise linear between measured points and proportional beyond the last; a mixed step takes
-    the prompt time times 1.1. Decode does not depend on the context.
+    """Splitwise's way (ISCA 2024, its simulator's performance model): what was measured, and lines between the points
+    and through the last two of each end. Decode does not depend on the context.
 
-    Points are (tokens or answers, seconds), ascending.
+    `prompt` is by prompt tokens. `token` is by running answers, or, `by_tokens`, by tokens of prompt and read with the
+    number of answers nevertheless, as its simulator does: hardly any batch slows decode there. A mixed step takes the
+    prompt time of all its tokens, times 1.1. Points are (tokens or answers, seconds), ascending, two or more.
     """
 
     prompt: tuple[tuple[float, float], ...]
@@ -147,15 +153,64 @@ class Table:
     def step(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         if not chunks:
             return _interpolate(self.token, decoding) if decoding else 0.0
-        seconds = _interpolate(self.prompt, sum(count for _, count in chunks))
+        seconds = _interpolate(self.prompt, sum(count for _, count in chunks) + decoding)
         return seconds * self.MIXED if decoding else seconds
+
+    @classmethod
+    def splitwise(
+        cls, path: Path, model: str, hardware: str, tensor_parallel: int = 8, *, by_tokens: bool = False
+    ) -> Table:
+        """From the measurements of Splitwise's repository (perf_model.csv, times in ms): the median of each number of
+        prompt tokens, and of each number of answers. Raises ConfigError."""
+        prompt, token = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+        known = set[str]()
+        try:
+            with path.open(encoding="utf-8", newline="") as lines:
+                for row in csv.DictReader(lines):
+                    known.add(f"{row['model']} on {row['tensor_parallel']} {row['hardware']}")
+                    if (row["model"], row["hardware"], int(row["tensor_parallel"])) != (
+                        model,
+                        hardware,
+                        tensor_parallel,
+                    ):
+                        continue
+                    answers = int(row["batch_size"])
+                    tokens = answers * int(row["prompt_size"])
+                    prompt[tokens].append(float(row["prompt_time"]) / 1e3)
+                    token[tokens if by_tokens else answers].append(float(row["token_time"]) / 1e3)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no table of Splitwise's: {error!r}") from error
+        if len(prompt) < 2 or len(token) < 2:
+            there = ", ".join(sorted(known)) or "nothing"
+            raise ConfigError(f"{path} has not {model} on {tensor_parallel} {hardware}; it has {there}")
+        return cls(_medians(prompt), _medians(token))
+
+
+def _medians(points: dict[int, list[float]]) -> tuple[tuple[float, float], ...]:
+    return tuple((x, median(points[x])) for x in sorted(points))
 
 
 def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    index = bisect_right(points, (x, float("inf")))
-    if index == 0:
-        return points[0][1]
-    if index == len(points):
-        return points[-1][1] * x / points[-1][0]
-    (x0, y0), (x1, y1) = points[index - 1], points[index]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    """On the line between the two points around `x`, or through the nearest two; 0 or more."""
+    right = min(max(1, bisect_left(points, (x,))), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What workers learned from their own steps (`policy.estimate`): prompts as a prefill worker computes them, answers
+    as a decode worker does. A step with both has the prompts' constant only: they share the pass over the weights.
+    """
+
+    prefill: Speed
+    decode: Speed
+
+    def step(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
+        answers = self.decode.answer * decoding + self.decode.read * context
+        if not chunks:
+            return self.decode.step + answers if decoding else 0.0
+        new = sum(count for _, count in chunks)
+        return self.prefill.prompt_seconds(new, squares(chunks), chunk=new) + answers

@@ -7,30 +7,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pdserve.core.slo import Outcome, SloTargets
 from pdserve.policy.fleet import Role
+from pdserve.simulator.request import Request
 from pdserve.simulator.simulation import Simulation
-from pdserve.simulator.worker import Request
+from pdserve.simulator.worker import Worker
 
 
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """A request meets it when its first token comes within `ttft`, and `share` of its gaps are no longer than `itl`.
-
-    `mean_itl`: the mean of its gaps is held against `itl` instead (TPOT, as DistServe has it).
-    """
-
-    ttft: float = 0.5
-    itl: float = 0.05
-    share: float = 0.99
-    mean_itl: bool = False
-
-    def met(self, request: Request) -> bool:
-        if request.done_at < 0 or ttft(request) > self.ttft:
-            return False
-        gaps = request.gaps
-        if not gaps:
-            return True
-        return (tpot(request) if self.mean_itl else percentile(gaps, self.share)) <= self.itl
+def met(request: Request, targets: SloTargets, *, mean_itl: bool = False) -> bool:
+    """Whether an answer kept both targets. `mean_itl`: the mean of its gaps is held against the second one instead of
+    their percentile (TPOT, as DistServe has it)."""
+    if request.outcome is not Outcome.ANSWERED or ttft(request) > targets.ttft:
+        return False
+    gaps = request.gaps
+    if not gaps:
+        return True
+    return (tpot(request) if mean_itl else percentile(gaps, targets.itl_percentile / 100)) <= targets.itl
 
 
 def ttft(request: Request) -> float:
@@ -76,14 +68,19 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """`attainment` is the share of requests that met the SLO, `goodput` how many of them there were a second and
-    worker.
+    """`requests` are those that were answered; `attainment` is the share of all that arrived which met the targets,
+    `goodput` how many of them there were a second and worker. `rejected` were turned away for load, `failed` for want
+    of workers.
 
-    `hit_rate` is the share of prompt tokens that were cached where they were prefilled first; `use` the busy share of
-    a pool's time; `prefill_seconds` what the prefill pool was busy for each request.
+    `hit_rate` is the share of prompt tokens that were not computed at the first try, `fetched_rate` the part of it that
+    came from another worker. Per pool: `use` is the busy share of its time, `sending` and `receiving` those of its
+    networks, of the busiest worker's in `busiest_link`. `prefill_seconds` is what the prefill pool was busy for each
+    answer, `wasted_prefill_seconds` what it computed in all for requests that were rejected after it.
     """
 
     requests: int
+    rejected: int
+    failed: int
     seconds: float
     ttft: Spread
     itl: Spread
@@ -91,39 +88,60 @@ class Report:
     goodput: float
     output_tokens_per_second: float
     hit_rate: float
+    fetched_rate: float
     use: dict[str, float]
+    sending: dict[str, float]
+    receiving: dict[str, float]
+    busiest_link: float
     prefill_seconds: float
+    wasted_prefill_seconds: float
     transferred_bytes: float
     exposed_seconds: float
     preemptions: int
     replays: int
 
     @classmethod
-    def of(cls, simulation: Simulation, slo: Slo) -> Report:
-        requests = [request for request in simulation.requests if request.done_at >= 0]
+    def of(cls, simulation: Simulation, targets: SloTargets, *, mean_itl: bool = False) -> Report:
+        """What `simulation`, which ran, came to. `mean_itl` as in `met`."""
+        everyone, network = simulation.requests, simulation.network
+        requests = [request for request in everyone if request.outcome is Outcome.ANSWERED]
         seconds = max((request.done_at for request in requests), default=0.0)
-        met = sum(slo.met(request) for request in requests)
-        pools = {role: [w for w in simulation.workers.values() if w.role is role] for role in Role}
+        kept = sum(met(request, targets, mean_itl=mean_itl) for request in requests)
+        workers = list(simulation.workers.values())
+        pools = {role.value: [w for w in workers if w.role is role] for role in Role}
         prompts = sum(request.arrival.prompt for request in requests)
+
+        def shares(busy: Callable[[Worker], float]) -> dict[str, float]:
+            return {name: sum(map(busy, p)) / len(p) / seconds for name, p in pools.items() if p and seconds}
+
+        def sending(worker: Worker) -> float:
+            return network.sent_seconds.get(worker.worker_id, 0.0)
+
+        def receiving(worker: Worker) -> float:
+            return network.received_seconds.get(worker.worker_id, 0.0)
+
         return cls(
             requests=len(requests),
+            rejected=sum(request.rejected for request in everyone),
+            failed=sum(request.outcome is Outcome.FAILED and not request.rejected for request in everyone),
             seconds=seconds,
             ttft=Spread.of([(ttft(request), 1) for request in requests]),
             itl=Spread.of([gap for request in requests for gap in request.gaps]),
-            attainment=met / len(requests) if requests else math.nan,
-            goodput=met / seconds / len(simulation.workers) if seconds else math.nan,
-            output_tokens_per_second=sum(request.produced for request in requests) / seconds if seconds else math.nan,
-            hit_rate=sum(request.cached for request in requests) / prompts if prompts else math.nan,
-            use={
-                role.value: sum(worker.busy_seconds for worker in pool) / len(pool) / seconds
-                for role, pool in pools.items()
-                if pool and seconds
-            },
-            prefill_seconds=sum(w.busy_seconds for w in pools[Role.PREFILL]) / len(requests) if requests else math.nan,
-            transferred_bytes=simulation.transferred_bytes,
+            attainment=_share(kept, len(everyone)),
+            goodput=_share(kept, seconds * len(workers)),
+            output_tokens_per_second=_share(sum(request.produced for request in requests), seconds),
+            hit_rate=_share(sum(request.cached for request in requests), prompts),
+            fetched_rate=_share(sum(request.fetched for request in requests), prompts),
+            use=shares(lambda worker: worker.busy_seconds),
+            sending=shares(sending),
+            receiving=shares(receiving),
+            busiest_link=_share(max(max(sending(worker), receiving(worker)) for worker in workers), seconds),
+            prefill_seconds=_share(sum(w.busy_seconds for w in pools[Role.PREFILL.value]), len(requests)),
+            wasted_prefill_seconds=simulation.wasted_prefill_seconds,
+            transferred_bytes=network.bytes,
             exposed_seconds=simulation.exposed_seconds,
-            preemptions=sum(worker.preemptions for worker in simulation.workers.values()),
-            replays=sum(max(0, request.tries - 1) for request in requests),
+            preemptions=sum(worker.preemptions for worker in workers),
+            replays=sum(max(0, request.tries - 1) for request in everyone),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -142,3 +160,8 @@ def highest_rate(attainment: Callable[[float], float], goal: float, low: float, 
         middle = (low + high) / 2
         low, high = (middle, high) if attainment(middle) >= goal else (low, middle)
     return low
+
+
+def _share(part: float, whole: float) -> float:
+    """NaN of nothing."""
+    return part / whole if whole else math.nan

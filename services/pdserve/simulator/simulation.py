@@ -8,75 +8,40 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from pdserve.core.errors import ConfigError, InvalidRequest, NoCapacity
-from pdserve.core.layout import KVLayout
-from pdserve.policy.fleet import FleetView, PlacementRequest, Role, WorkerView
-from pdserve.policy.prefix_index import PrefixIndex
+from pdserve.core.errors import InvalidRequest, NoCapacity
+from pdserve.core.slo import Outcome
+from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue, Rank
+from pdserve.policy.fleet import DEFAULT_TARGETS, FleetView, PlacementRequest, Role, aim
+from pdserve.policy.prefix_fetch import should_fetch
+from pdserve.policy.pull import choose_pull
+from pdserve.policy.queueing import LOOKS, Deferral, plan_pass
 from pdserve.policy.routing import Decision, Kind, choose_pair
-from pdserve.simulator.costs import CostModel
-from pdserve.simulator.worker import Job, Request, Worker, WorkerLimits
+from pdserve.simulator.network import Network
+from pdserve.simulator.plan import Fetch, FleetPlan, Outage, Policy
+from pdserve.simulator.rejection import Door
+from pdserve.simulator.request import Job, Request, block_hashes
+from pdserve.simulator.watch import Watch
+from pdserve.simulator.worker import Worker
 from pdserve.simulator.workload import Arrival
 
-Policy = Callable[[FleetView, PlacementRequest], Decision]
-AMPLE = WorkerLimits(1 << 20)  # blocks enough for everything
-
-
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """`worker_id` dies at `at` and is back, empty, `seconds` later."""
-
-    at: float
-    worker_id: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class FleetPlan:
-    """What is simulated. Workers are "prefill-0", "decode-0"...; `colocated` ones are decode workers without prefill
-    ones.
-
-    `link_bytes_per_second` is what one worker's network carries in each direction, `link_latency` in seconds what a
-    hand-off takes at least. `speeds` slow single workers down or up (1: as the cost model says).
-    """
-
-    layout: KVLayout
-    cost: CostModel
-    prefill: int = 0
-    decode: int = 0
-    colocated: int = 0
-    prefill_limits: WorkerLimits = AMPLE
-    decode_limits: WorkerLimits = AMPLE
-    decode_cost: CostModel | None = None
-    link_bytes_per_second: float = 25e9
-    link_latency: float = 1e-3
-    speeds: dict[str, float] = field(default_factory=dict)
-    outages: tuple[Outage, ...] = ()
-
-    def check(self) -> None:
-        """Raise ConfigError for counts and names that contradict each other."""
-        if self.colocated and (self.prefill or self.decode):
-            raise ConfigError("co-located workers prefill for themselves: leave prefill and decode out")
-        if not self.colocated and not (self.prefill and self.decode):
-            raise ConfigError("a fleet has prefill and decode workers, or co-located ones")
-        names = set(self.names())
-        if unknown := sorted({*self.speeds, *(outage.worker_id for outage in self.outages)} - names):
-            raise ConfigError(f"no such workers: {unknown}; there are {sorted(names)}")
-
-    def names(self) -> list[str]:
-        return [
-            *(f"prefill-{index}" for index in range(self.prefill)),
-            *(f"decode-{index}" for index in range(self.decode + self.colocated)),
-        ]
+RECHECK = 1.0  # seconds after which requests that wait for workers that are down are looked at again
 
 
 @dataclass(slots=True, eq=False)
 class _Placement:
     prefill: tuple[Worker, Job] | None
     decode: tuple[Worker, Job] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """`tokens` leading tokens of a prompt come from `source`."""
+
+    source: Worker
+    tokens: int
 
 
 class Simulation:
@@ -88,18 +53,19 @@ class Simulation:
         self.now = 0.0
         self.requests: list[Request] = []
         self.workers: dict[str, Worker] = {}
-        self.transferred_bytes = 0.0
-        self.exposed_seconds = 0.0
+        self.network = Network(plan.link_bytes_per_second, plan.link_latency)
+        self.exposed_seconds = self.wasted_prefill_seconds = 0.0
         self.decisions = 0
+        self._targets = aim(plan.targets) if plan.targets else DEFAULT_TARGETS
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
-        self._queue: deque[Request] = deque()
-        self._index = PrefixIndex()
+        self._queue: FairQueue[Request] = FairQueue()
+        self._deferred: dict[Request, Deferral] = {}
+        self._arrived = False  # somebody waits who was not looked at yet
         self._placements: dict[int, _Placement] = {}
-        self._views: dict[str, tuple[int, WorkerView]] = {}
-        self._placed: dict[str, int] = {}
-        self._down: set[str] = set()
-        self._network_free: dict[tuple[str, str], float] = {}
+        self._sessions: dict[int, frozenset[str]] = {}
+        self._down_since: dict[Role, float] = {}
+        self._answers = self._answered_tokens = 0
         for name in plan.names():
             prefill = name.startswith("prefill")
             self.workers[name] = Worker(
@@ -112,8 +78,11 @@ class Simulation:
                 prefilled=self._on_prefilled,
                 finished=self._on_finished,
                 preempted=self._on_preempted,
+                changed=self._on_changed,
                 speed=plan.speeds.get(name, 1.0),
             )
+        self._watch = Watch(plan, list(self.workers.values()))
+        self._door = Door(plan.reject, self.workers.values())
         for outage in plan.outages:
             self._at(outage.at, lambda now, outage=outage: self._die(outage, now))  # type: ignore[misc]
 
@@ -124,72 +93,191 @@ class Simulation:
             self.requests.append(request)
             self._at(arrival.at, lambda now, request=request: self._arrive(request))  # type: ignore[misc]
         while self._events:
-            self.now, _, action = heapq.heappop(self._events)
-            action(self.now)
+            self.now = self._events[0][0]
+            while self._events and self._events[0][0] == self.now:
+                heapq.heappop(self._events)[2](self.now)
             self._dispatch()
 
     def _at(self, at: float, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), action))
 
     def _arrive(self, request: Request) -> None:
-        self._queue.append(request)
+        view, wanted = self._view(), self._wanted(request)
+        if self._door.turns_away(view, wanted):
+            self._fail(request, rejected=True)
+        else:
+            held = min(max(wanted.held.values(), default=0) * self.plan.layout.block_size, request.tokens - 1)
+            self._door.enqueued(request, request.tokens - held, request.tokens**2 - held**2)
+            self._enqueue(request, cost=request.tokens)
+
+    def _enqueue(self, request: Request, cost: int) -> None:
+        self._queue.add(request, request.arrival.tenant, _rank(request), cost)
+        self._arrived = True
 
     def _dispatch(self) -> None:
-        while self._queue:
-            request = self._queue[0]
-            wanted = PlacementRequest(request.tokens, request.remaining, self._held(request))
-            decision = self.policy(self._view(), wanted)
+        """Place whom the fleet has a place for, as the router's dispatcher does."""
+        if not (self._arrived or self._watch.changed):
+            return
+        self._arrived = False
+        while self._queue and self._pass():
+            pass
+
+    def _pass(self) -> bool:
+        """Whether all that were looked at went, so that there may be more."""
+        first = list(itertools.islice(self._queue, 2 * LOOKS))
+        for request, decision in plan_pass(
+            first, self._view, self._wanted, self._choose, deferred=self._deferred, now=self.now
+        ):
             self.decisions += 1
             if decision.kind is Kind.NEVER:
                 raise InvalidRequest("prompt", decision.reason)
-            if not decision.placed or not self._place(request, decision):
-                return
-            self._queue.popleft()
+            if decision.kind in (Kind.DOWN, Kind.REJECT):
+                self._queue.remove(request)
+                self._door.left(request)
+                self._fail(request, rejected=decision.kind is Kind.REJECT)
+            elif decision.placed and self._place(request, decision):
+                self._queue.serve(request)
+                self._door.left(request)
+            else:
+                if decision.kind is not Kind.DEFER:
+                    return False
+        return not any(request in self._queue for request in first)
+
+    def _view(self) -> FleetView:
+        return self._watch.view(self.now)
+
+    def _choose(self, request: Request, view: FleetView, wanted: PlacementRequest) -> Decision:
+        return self.policy(view, wanted)
+
+    def _wanted(self, request: Request) -> PlacementRequest:
+        session, since = request.arrival.session, max(self._down_since.values(), default=self.now)
+        return PlacementRequest(
+            tokens=request.tokens,
+            remaining=request.remaining,
+            held=self._watch.held(request.hashes),
+            expected=round(self._answered_tokens / self._answers) if self._answers else 0,
+            near=self._sessions.get(session, frozenset()) if session is not None else frozenset(),
+            targets=self._targets,
+            stated=self.plan.targets is not None,
+            waited=self.now - request.arrival.at,
+            down_for=self.now - max(since, request.arrival.at),
+            draw=request.number,
+        )
 
     def _place(self, request: Request, decision: Decision) -> bool:
         prefill = self.workers[decision.prefill] if decision.prefill else None
         decode = self.workers[decision.decode] if decision.decode else None
         placement = _Placement(None, None)
+        computes = prefill or decode
+        assert computes is not None
+        fetch = self._fetch(request, computes, decode)
+        fetches = fetch.tokens if fetch else 0
         try:
             if decode is not None:
-                placement.decode = decode, decode.admit(request, awaits_kv=prefill is not None, decodes=True)
+                local = 0 if prefill else fetches
+                job = decode.admit(request, awaits_kv=prefill is not None, decodes=True, fetches=local)
+                placement.decode = decode, job
             if prefill is not None:
-                placement.prefill = prefill, prefill.admit(request, awaits_kv=False, decodes=False)
+                job = prefill.admit(request, awaits_kv=False, decodes=False, fetches=fetches)
+                placement.prefill = prefill, job
         except NoCapacity:  # its cached blocks were part of the room that was counted
             if decode is not None and placement.decode is not None:
                 decode.release(placement.decode[1])
             return False
         self._placements[request.number] = placement
-        computes = placement.prefill or placement.decode
-        assert computes is not None
         request.tries += 1
         if request.dispatched_at < 0:
-            request.dispatched_at, request.cached = self.now, computes[1].computed
-        for worker in (prefill, decode):
-            if worker is not None:
-                self._placed[worker.worker_id] = self._placed.get(worker.worker_id, 0) + 1
-        computes[0].kick(self.now)
+            request.dispatched_at, request.cached = self.now, job.computed + job.fetching
+            request.fetched = job.fetching
+        names = [worker.worker_id for worker in (prefill, decode) if worker is not None]
+        for name in names:
+            self._watch.placed[name] += 1
+        if request.arrival.session is not None:
+            self._sessions[request.arrival.session] = frozenset(names)
+        if fetch is not None and job.fetching:
+            self._load(placement, computes, job, fetch.source)
+        else:
+            computes.kick(self.now)
         return True
+
+    def _fetch(self, request: Request, computes: Worker, decode: Worker | None) -> _Source | None:
+        """What is taken from another worker's cache, because that is faster than computing it: from the decode worker
+        it will go to, or, where the fleet shares its caches, from whoever has most."""
+        fleet = self.plan.fetch is Fetch.FLEET
+        if self.plan.fetch is Fetch.NONE or (decode in (None, computes) and not fleet):
+            return None
+        held = self._watch.held(request.hashes)
+        have, size = held.get(computes.worker_id, 0), self.plan.layout.block_size
+        found = [decode.worker_id] if decode is not None else []
+        if fleet:
+            found = sorted(held, key=lambda name: (-held[name], self.network.free_at(name, computes.worker_id), name))
+        most = max(found, key=lambda name: held.get(name, 0), default="")
+        blocks = min(held.get(most, 0), (request.tokens - 1) // size)
+        if blocks <= have:
+            return None
+        view = self._view()
+        start, end = have * size, blocks * size
+        amount = (end - start) * self.plan.layout.token_bytes
+        waits = max(0.0, self.network.free_at(most, computes.worker_id) - self.now)
+        fetching = waits + self.network.seconds(amount) + self.plan.link_latency
+        speed = view.prompt_speed(view.index[computes.worker_id])
+        computing = speed.prompt_seconds(end - start, end**2 - start**2, computes.limits.max_num_batched_tokens)
+        tokens, rate = end - start, (end - start) / computing
+        if decode is not None and most == decode.worker_id:
+            pulls = choose_pull(
+                tokens=tokens,
+                size=amount,
+                bytes_per_second=amount / fetching,
+                round_trip=self.plan.link_latency,
+                tokens_per_second=rate,
+            )
+            taken = pulls.pull
+        else:
+            taken = should_fetch(tokens=tokens, size=amount, fetch_rate=amount / fetching, compute_rate=rate).fetch
+        return _Source(self.workers[most], end) if taken else None
+
+    def _load(self, placement: _Placement, computes: Worker, job: Job, source: Worker) -> None:
+        size = job.fetching * self.plan.layout.token_bytes
+        through = self.network.send(source.worker_id, computes.worker_id, size, self.now)
+        life = source.pool
+
+        def landed(now: float) -> None:
+            if self._placements.get(job.request.number) is placement:
+                computes.fetched(job, now, landed=source.pool is life)
+
+        self._at(through + self.plan.link_latency, landed)
+
+    def _on_changed(self, worker: Worker) -> None:
+        self._watch.note(worker)
 
     def _on_prefilled(self, worker: Worker, job: Job, now: float) -> None:
         placement = self._placements[job.request.number]
         if placement.prefill is None or placement.decode is None:
             return  # it goes on where it is
         decode, target = placement.decode
+        if self._door.sends_back(job.request, decode, self.plan.targets):
+            self._give_up(job.request, worker, job)
+            return
         missing = max(0, target.goal - target.computed)
         size = missing * self.plan.layout.token_bytes
-        seconds = size / self.plan.link_bytes_per_second
         layers = self.plan.layout.num_layers
-        ways = ((worker.worker_id, "out"), (decode.worker_id, "in"))
-        free = max(self._network_free.get(way, 0.0) for way in ways)
         # Layer by layer: the first one's KV leaves when it is computed, the last one's after all is.
-        through = max(job.began + (now - job.began) / layers, free) + seconds
-        landed = max(now + seconds / layers, through) + self.plan.link_latency
-        for way in ways:
-            self._network_free[way] = max(through, free)
-        self.transferred_bytes += size
+        earliest = job.began + (now - job.began) / layers
+        through = self.network.send(worker.worker_id, decode.worker_id, size, earliest)
+        landed = max(now + self.network.seconds(size) / layers, through) + self.plan.link_latency
         self.exposed_seconds += landed - now
         self._at(landed, lambda at: self._landed(job.request, placement, at))
+
+    def _give_up(self, request: Request, worker: Worker, job: Job) -> None:
+        """Its prompt was computed for nothing."""
+        new, squares = request.arrival.prompt - request.cached, request.arrival.prompt**2 - request.cached**2
+        speed = worker.estimate.speed
+        self.wasted_prefill_seconds += speed.prompt_seconds(new, squares, worker.limits.max_num_batched_tokens)
+        placement = self._placements.pop(request.number)
+        for half in (placement.prefill, placement.decode):
+            if half is not None:
+                half[0].release(half[1])
+        self._fail(request, rejected=True)
 
     def _landed(self, request: Request, placement: _Placement, now: float) -> None:
         if self._placements.get(request.number) is not placement or placement.prefill is None:
@@ -201,9 +289,13 @@ class Simulation:
         decode.start(target, now)
 
     def _on_finished(self, worker: Worker, job: Job, now: float) -> None:
-        placement = self._placements.pop(job.request.number)
+        request = job.request
+        placement = self._placements.pop(request.number)
         if placement.decode is not None and placement.decode[0] is not worker:
             placement.decode[0].release(placement.decode[1])  # the first token was the last
+        self._answers += 1
+        self._answered_tokens += request.produced
+        self._queue.charge(request.arrival.tenant, _rank(request), OUTPUT_WEIGHT * request.produced)
 
     def _on_preempted(self, worker: Worker, job: Job, now: float) -> None:
         self._replay(job.request, worker)
@@ -216,68 +308,32 @@ class Simulation:
         for half in (placement.prefill, placement.decode):
             if half is not None and half[0] is not lost:
                 half[0].release(half[1])
-        self._queue.appendleft(request)
+        self._enqueue(request, cost=0)
+
+    def _fail(self, request: Request, *, rejected: bool) -> None:
+        request.done_at, request.outcome, request.rejected = self.now, Outcome.FAILED, rejected
 
     def _die(self, outage: Outage, now: float) -> None:
         worker = self.workers[outage.worker_id]
-        self._down.add(outage.worker_id)
+        self._watch.lost(worker)
         for job in worker.lose_all(now):
             self._replay(job.request, worker)
-        self._index.drop(outage.worker_id)
+        pool = [other for other in self.workers.values() if other.role is worker.role]
+        if all(other.worker_id in self._watch.down for other in pool):
+            self._down_since[worker.role] = now
+            self._at(now + RECHECK, self._recheck)
         self._at(now + outage.seconds, lambda at: self._revive(worker))
 
+    def _recheck(self, now: float) -> None:
+        if self._down_since:
+            self._arrived = True
+            self._at(now + RECHECK, self._recheck)
+
     def _revive(self, worker: Worker) -> None:
-        self._down.discard(worker.worker_id)
-        worker.version += 1
-
-    def _held(self, request: Request) -> dict[str, int]:
-        for worker in self.workers.values():
-            stored, removed = worker.pool.take_changes()
-            if stored or removed:
-                self._index.update(worker.worker_id, stored, removed)
-        return self._index.leading(request.hashes)
-
-    def _view(self) -> FleetView:
-        return FleetView.of_workers(self._worker_view(worker) for worker in self.workers.values())
-
-    def _worker_view(self, worker: Worker) -> WorkerView:
-        known = self._views.get(worker.worker_id)
-        if known is not None and known[0] == worker.version:
-            return known[1]
-        limits = worker.limits
-        view = WorkerView(
-            worker_id=worker.worker_id,
-            role=worker.role,
-            layout=worker.layout,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            total_blocks=limits.total_blocks,
-            available_blocks=worker.pool.num_available,
-            lookahead_tokens=limits.lookahead_tokens,
-            watermark_blocks=limits.watermark_blocks,
-            connected=worker.worker_id not in self._down,
-            placed=self._placed.get(worker.worker_id, 0),
-            reported_sequences=len(worker.jobs),
-            reported_prefill_tokens=worker.backlog,
-            reported_owned_blocks=worker.pool.num_owned,
-        )
-        self._views[worker.worker_id] = worker.version, view
-        return view
+        self._watch.back(worker)
+        self._down_since.pop(worker.role, None)
 
 
-def block_hashes(arrival: Arrival, block_size: int) -> list[bytes]:
-    """Hashes of a prompt's full blocks of `block_size` tokens, from the ids that the workload gives.
-
-    A block of ours that lies within one of the workload's is named by it and its place there, so blocks must divide.
-    """
-    if not arrival.block_ids:
-        return []
-    if arrival.block_tokens % block_size:
-        raise ConfigError(f"blocks of {block_size} tokens don't divide the workload's of {arrival.block_tokens}")
-    parts = arrival.block_tokens // block_size
-    full = arrival.prompt // block_size
-    ids: Sequence[int] = arrival.block_ids
-    return [
-        (ids[index // parts] * parts + index % parts).to_bytes(8, "little")
-        for index in range(min(full, len(ids) * parts))
-    ]
+def _rank(request: Request) -> Rank:
+    """The more urgent class first; in it who was there before, then in order of arrival."""
+    return -request.arrival.priority, not request.tries, request.number

@@ -7,113 +7,29 @@ cut short at the end of the step in which something does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import NoCapacity
 from pdserve.core.layout import KVLayout
+from pdserve.core.slo import Outcome
 from pdserve.policy.batching import Claim, Work, choose_victim, plan_step
+from pdserve.policy.estimate import SpeedEstimate, squares
 from pdserve.policy.fleet import Role
 from pdserve.policy.reservation import fits, reserved_tokens
 from pdserve.simulator.costs import Chunk, CostModel
-from pdserve.simulator.workload import Arrival
+from pdserve.simulator.plan import WorkerLimits
+from pdserve.simulator.request import Job, Request
+from pdserve.simulator.run import Run
 
 LONGEST_RUN = 1 << 30  # steps
-# Gaps of a run whose steps grow by less than this share are counted as one length, their mean.
-GRAIN = 0.01
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request through all its tries. Times are in seconds; `gaps` are (seconds, how many) between its tokens."""
-
-    arrival: Arrival
-    number: int
-    hashes: list[bytes]
-    produced: int = 0  # tokens that the client has
-    first_at: float = -1.0
-    last_at: float = -1.0
-    done_at: float = -1.0
-    dispatched_at: float = -1.0
-    cached: int = 0  # tokens of the first prefill that were cached
-    gaps: list[tuple[float, int]] = field(default_factory=list)
-    tries: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """What a worker is given: the prompt and every token shown."""
-        return self.arrival.prompt + self.produced
-
-    @property
-    def remaining(self) -> int:
-        return self.arrival.output - self.produced
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A request on one worker: `blocks` are its pages, `computed` how many of its `length` tokens have KV in them.
-
-    `goal` is how many are given: up to there it is prefill.
-    """
-
-    request: Request
-    goal: int
-    length: int
-    computed: int
-    blocks: list[int]
-    published: int
-    awaits_kv: bool
-    decodes: bool
-    began: float = -1.0  # when its first chunk did
-
-
-@dataclass(slots=True)
-class Run:
-    """Decoding `answers` alone, from `begin`: step i takes `first` + i x `growth` seconds, `steps` of them unless it is
-    cut."""
-
-    begin: float
-    first: float
-    growth: float
-    steps: int
-    answers: list[Job]
-
-    def until(self, steps: int) -> float:
-        """Seconds that the first `steps` take."""
-        return steps * self.first + self.growth * steps * (steps - 1) / 2
-
-    def steps_by(self, now: float) -> int:
-        """How many steps have ended or are under way at `now`, so that a cut lets the one under way end."""
-        elapsed = now - self.begin
-        if elapsed <= 0:
-            return 0
-        if self.growth <= 0:
-            count = elapsed / self.first
-        else:  # growth/2 k^2 + (first - growth/2) k = elapsed
-            b = self.first - self.growth / 2
-            count = (-b + math.sqrt(b * b + 2 * self.growth * elapsed)) / self.growth
-        return min(self.steps, math.ceil(count - 1e-9))
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLimits:
-    """As an engine's configuration. `whole_prompts`: prompts are not chunked and stop decoding meanwhile, as engines
-    did before chunked prefill."""
-
-    total_blocks: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    lookahead_tokens: int = 128
-    watermark_blocks: int = 0
-    whole_prompts: bool = False
 
 
 class Worker:
     """`schedule(at, action)` is the clock's. `prefilled(job)` is called when a prompt is through, `finished(job)` when
     an answer is, `preempted(job)` when a job lost its pages; each at the end of a step, with the pages still held by
-    the job in the first case only. `speed` divides every duration."""
+    the job in the first case only. `changed()` says that a router would be told something new. `speed` divides every
+    duration; `estimate` learns it, as an engine's does."""
 
     def __init__(
         self,
@@ -127,6 +43,7 @@ class Worker:
         prefilled: Callable[[Worker, Job, float], None],
         finished: Callable[[Worker, Job, float], None],
         preempted: Callable[[Worker, Job, float], None],
+        changed: Callable[[Worker], None],
         speed: float = 1.0,
     ) -> None:
         self.worker_id, self.role, self.layout, self.limits = worker_id, role, layout, limits
@@ -137,16 +54,20 @@ class Worker:
         self.preemptions = 0
         self.jobs: dict[int, Job] = {}
         self.running: list[Job] = []
-        self.backlog = 0  # prompt tokens that wait to be computed
-        self.version = 0  # of what a router would be told
+        self.backlog = self.backlog_squares = 0  # prompt tokens that wait to be computed
+        self.estimate = SpeedEstimate()
         self._cost, self._speed, self._schedule = cost, speed, schedule
-        self._prefilled, self._finished, self._preempted = prefilled, finished, preempted
+        self._prefilled, self._finished, self._preempted, self._changed = prefilled, finished, preempted, changed
         self._step = 0  # the number of the step or run under way; an event of another number is stale
         self._busy = False
         self._run: Run | None = None
 
-    def admit(self, request: Request, *, awaits_kv: bool, decodes: bool) -> Job:
-        """Give a request its pages. Raises NoCapacity, and changes nothing, where it does not fit."""
+    def admit(self, request: Request, *, awaits_kv: bool, decodes: bool, fetches: int = 0) -> Job:
+        """Give a request its pages. Raises NoCapacity, and changes nothing, where it does not fit.
+
+        `awaits_kv`: all KV comes from elsewhere, and `start` says when. Of its leading tokens `fetches` come from
+        elsewhere, as far as they are not here, and `fetched` says when.
+        """
         size, given = self.layout.block_size, request.tokens
         if len(self.jobs) >= self.limits.max_num_seqs:
             raise NoCapacity(f"{len(self.jobs)} sequences are here already")
@@ -159,22 +80,35 @@ class Worker:
             raise NoCapacity(f"{fresh} blocks wanted, {self.pool.available_after(hits)} available")
         self.pool.acquire(hits)
         held = len(hits) * size
-        job = Job(request, given, given, held, hits + self.pool.allocate(fresh), len(hits), awaits_kv, decodes)
+        job = Job(request, given, given, held, hits + self.pool.allocate(fresh), len(hits), decodes)
         self.jobs[request.number] = job
-        self.version += 1
         if not awaits_kv:
-            self.running.append(job)
-            self.backlog += given - held
+            job.fetching = max(0, min(fetches, (given - 1) // size * size) - held)
+            self._await(held + job.fetching, given)
+            if not job.fetching:
+                self.running.append(job)
+        self._changed(self)
         return job
+
+    def fetched(self, job: Job, now: float, *, landed: bool = True) -> None:
+        """What `job` waited for is here; or, unless it `landed`, has to be computed after all."""
+        if landed:
+            job.computed += job.fetching
+            self._publish(job)
+        else:
+            self._await(job.computed, job.computed + job.fetching)
+        job.fetching = 0
+        self.running.append(job)
+        self._changed(self)
+        self.kick(now)
 
     def start(self, job: Job, now: float) -> None:
         """All KV of `job` has landed and the first token is known: it decodes from the next step on."""
-        job.awaits_kv = False
         job.computed = job.goal
         job.length = job.goal + 1
         self._publish(job)
         self.running.append(job)
-        self.version += 1
+        self._changed(self)
         self.kick(now)
 
     def kick(self, now: float) -> None:
@@ -193,20 +127,28 @@ class Worker:
         del self.jobs[job.request.number]
         if job in self.running:
             self.running.remove(job)
-            self.backlog -= max(0, job.goal - job.computed)
-        self.version += 1
+            if job.computed < job.goal:
+                self._await(job.goal, job.computed)
+        elif job.fetching:
+            self._await(job.goal, job.computed + job.fetching)
+        self._changed(self)
 
     def lose_all(self, now: float) -> list[Job]:
         """The worker died: its jobs, and nothing is left of its cache."""
         lost = list(self.jobs.values())
         self.jobs.clear()
         self.running.clear()
-        self.backlog = 0
+        self.backlog = self.backlog_squares = 0
         self.pool = BlockPool(self.limits.total_blocks)
         self._busy, self._run = False, None
         self._step += 1
-        self.version += 1
+        self._changed(self)
         return lost
+
+    def _await(self, before: int, after: int) -> None:
+        """Tokens `before` to `after` of a prompt wait to be computed; or no longer, where `after` is less."""
+        self.backlog += after - before
+        self.backlog_squares += after**2 - before**2
 
     def _begin(self, now: float) -> None:
         if not self.running:
@@ -227,9 +169,11 @@ class Worker:
         chunks: list[Chunk] = [(job.computed, count) for job, count in batch]
         for job, _ in batch:
             job.began = now if job.began < 0 else job.began
-        seconds = self._cost.step(chunks, len(answers), sum(job.computed for job in answers)) / self._speed
+        context = sum(job.computed for job in answers)
+        seconds = self._cost.step(chunks, len(answers), context) / self._speed
         self._account(seconds, 1, len(answers))
-        self._end_at(now + seconds, lambda at: self._end_mixed(batch, answers, at))
+        seen = sum(count for _, count in batch), squares(chunks), len(answers), context, seconds
+        self._end_at(now + seconds, lambda at: self._end_mixed(batch, answers, seen, at))
 
     def _whole(self, prompts: list[Job]) -> list[tuple[Job, int]]:
         batch: list[tuple[Job, int]] = []
@@ -249,7 +193,7 @@ class Worker:
         size = self.layout.block_size
         # Until the first one ends, or has to grow beyond its pages.
         steps = min(min(job.request.remaining, len(job.blocks) * size - job.length + 1) for job in answers)
-        self._run = Run(now, first, second - first, max(1, min(steps, LONGEST_RUN)), answers)
+        self._run = Run(now, first, second - first, max(1, min(steps, LONGEST_RUN)), answers, context)
         self._end_at(now + self._run.until(self._run.steps), self._end_run)
 
     def _end_at(self, at: float, action: Callable[[float], None]) -> None:
@@ -263,12 +207,17 @@ class Worker:
 
         self._schedule(at, end)
 
-    def _end_mixed(self, batch: list[tuple[Job, int]], answers: list[Job], now: float) -> None:
+    def _end_mixed(
+        self, batch: list[tuple[Job, int]], answers: list[Job], seen: tuple[int, int, int, int, float], now: float
+    ) -> None:
         self._busy = False
+        self.estimate.observe(*seen)
         through = []
         for job, count in batch:
+            if self.jobs.get(job.request.number) is not job:
+                continue  # its other half was lost meanwhile
+            self._await(job.computed + count, job.computed)
             job.computed += count
-            self.backlog -= count
             self._publish(job)
             if job.computed == job.goal:
                 through.append(job)
@@ -277,7 +226,7 @@ class Worker:
             self._advance(job, 1, now)
         for job in through:
             self._first_token(job, now)
-        self.version += 1
+        self._changed(self)
         if not self._busy:  # unless somebody kicked
             self._begin(now)
 
@@ -303,12 +252,15 @@ class Worker:
         assert run is not None
         if run.steps:
             self._account(run.until(run.steps), run.steps, len(run.answers))
-            shared, rest = _gaps(run, 0), _gaps(run, 1)
+            # One step of a run tells as much as all: they lie on one line.
+            answers, last = len(run.answers), run.steps - 1
+            self.estimate.observe(0, 0, answers, run.context + last * answers, run.first + last * run.growth)
+            shared, rest = run.gaps(0), run.gaps(1)
             for job in run.answers:
                 waited = run.begin - job.request.last_at
                 job.request.gaps += [(waited + run.first, 1), *rest] if waited > 0 else shared
                 self._advance(job, run.steps, now)
-        self.version += 1
+        self._changed(self)
         if not self._busy:
             self._begin(now)
 
@@ -321,7 +273,7 @@ class Worker:
             self._finish(job, now)
 
     def _finish(self, job: Job, now: float) -> None:
-        job.request.done_at = now
+        job.request.done_at, job.request.outcome = now, Outcome.ANSWERED
         self.release(job)
         self._finished(self, job, now)
 
@@ -352,16 +304,3 @@ class Worker:
         self.busy_seconds += seconds
         self.steps += steps
         self.batched += steps * answers
-
-
-def _gaps(run: Run, done: int) -> list[tuple[float, int]]:
-    """The lengths of the steps after the first `done`, those within GRAIN of one another as their mean."""
-    gaps = []
-    while done < run.steps:
-        now = run.first + done * run.growth
-        count = run.steps - done
-        if run.growth > 0:
-            count = min(count, max(1, int(GRAIN * now / run.growth)))
-        gaps.append(((run.until(done + count) - run.until(done)) / count, count))
-        done += count
-    return gaps

@@ -25,7 +25,8 @@ class Arrival:
     """One request: `at` in seconds from the beginning, `prompt` and `output` in tokens (1 or more).
 
     `block_ids` name the prompt's blocks of `block_tokens` tokens from its beginning, the last one perhaps in part; an
-    id stands for everything up to its end. `session` groups the turns of a conversation.
+    id stands for everything up to its end. `session` groups the turns of a conversation. `priority`: more goes first;
+    within one, `tenant`s share what there is.
     """
 
     at: float
@@ -34,6 +35,8 @@ class Arrival:
     block_ids: tuple[int, ...] = ()
     block_tokens: int = MOONCAKE_BLOCK
     session: int | None = None
+    tenant: str = ""
+    priority: int = 0
 
 
 def read_trace(path: Path) -> list[Arrival]:
@@ -187,3 +190,20 @@ def repeat(arrivals: Sequence[Arrival], times: int) -> list[Arrival]:
         for copy in range(times)
     ]
     return made
+
+
+def merge(streams: Sequence[Sequence[Arrival]]) -> list[Arrival]:
+    """Streams side by side that share no prefix and no conversation with one another, in order of arrival."""
+    made, blocks, sessions = list[Arrival](), 0, 0
+    for arrivals in streams:
+        made += [
+            replace(
+                arrival,
+                block_ids=tuple(block + blocks for block in arrival.block_ids),
+                session=None if arrival.session is None else arrival.session + sessions,
+            )
+            for arrival in arrivals
+        ]
+        blocks += 1 + max((max(arrival.block_ids, default=0) for arrival in arrivals), default=0)
+        sessions += 1 + max((arrival.session or 0 for arrival in arrivals), default=0)
+    return sorted(made, key=lambda arrival: arrival.at)

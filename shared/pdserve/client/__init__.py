@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from pdserve.client.aio import Client, EventStream
 from pdserve.client.attempts import CALL_TIMEOUT
+from pdserve.client.decisions import Candidate, Decision, DecisionKind, Explanation, LocalReason
 from pdserve.client.events import Completion, Event, Finish, FinishReason, Output, PromptInfo, Stages, Token, Usage
 from pdserve.client.fleet import FleetLink, FleetWorker, Model
 from pdserve.client.options import GenerateOptions, Prompt
@@ -39,16 +40,21 @@ __all__ = [
     "CALL_TIMEOUT",
     "DEFAULT_RETRIES",
     "NO_RETRIES",
+    "Candidate",
     "Client",
     "Completion",
+    "Decision",
+    "DecisionKind",
     "Event",
     "EventStream",
+    "Explanation",
     "Finish",
     "FinishReason",
     "FleetLink",
     "FleetWorker",
     "GenerateOptions",
     "LatencyStats",
+    "LocalReason",
     "Model",
     "ModelStats",
     "Output",

@@ -13,6 +13,7 @@ import grpc.aio
 
 from pdserve.client import queries
 from pdserve.client.attempts import CALL_TIMEOUT, Attempts, CallSettings
+from pdserve.client.decisions import Explanation
 from pdserve.client.events import Completion, Event
 from pdserve.client.exchange import Collector, Exchange
 from pdserve.client.fleet import FleetWorker, Model
@@ -126,6 +127,10 @@ class Client:
     async def trace(self, request_id: str, timeout: float = CALL_TIMEOUT) -> Trace:
         """Where the time of a recent request went, on all services. Raises UnknownRequest."""
         return await self._ask(queries.trace(request_id), timeout)
+
+    async def explain(self, request_id: str, timeout: float = CALL_TIMEOUT) -> Explanation:
+        """Why a recent request was sent where it was, and what it waited for. Raises UnknownRequest."""
+        return await self._ask(queries.explain(request_id), timeout)
 
     async def tokenize(
         self,

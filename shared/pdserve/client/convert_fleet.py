@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdserve.client.fleet import FleetLink, FleetWorker, Model
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.fabric import wire_token_bytes
-from pdserve.rpc.convert import layout_from_proto
+from pdserve.rpc.convert import layout_from_proto, speed_from_proto
 from pdserve.v1 import inference_pb2, kv_pb2, worker_pb2
 
 
@@ -49,6 +49,7 @@ def _worker(worker: inference_pb2.FleetWorker) -> FleetWorker:
         prefix_hits=load.prefix_hits,
         computed_tokens=load.computed_tokens,
         sampled_tokens=load.sampled_tokens,
+        speed=speed_from_proto(load.speed),
         max_num_seqs=snapshot.max_num_seqs,
         node=snapshot.node,
         device=snapshot.device,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.policy.estimate import UNKNOWN, Speed
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -37,7 +39,7 @@ class FleetWorker:
     """One worker as the router sees it. What it has not said yet is empty; blocks add up to `total_blocks`.
 
     `endpoint` is where the router reaches it, `own_endpoint` what it tells other workers. `kv_token_bytes` is what one
-    token weighs on its links.
+    token weighs on its links, `speed` what its latest steps took.
     """
 
     endpoint: str
@@ -69,6 +71,7 @@ class FleetWorker:
     prefix_hits: int = 0
     computed_tokens: int = 0
     sampled_tokens: int = 0
+    speed: Speed = UNKNOWN
     max_num_seqs: int = 0
     node: str = ""
     device: str = ""

@@ -48,6 +48,8 @@ class GenerateOptions(TypedDict, total=False):
     """Time to first token that this request counts as good within; None: the deployment's target."""
     slo_itl_ms: float | None
     """The same for the gaps between its tokens."""
+    tenant: str
+    """Whom it is accounted to, for fairness and limits; left out: nobody in particular. Sent as x-tenant-id."""
     session_id: str
     cache_salt: str
     """Requests with different salts share no cached KV."""

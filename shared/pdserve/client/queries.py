@@ -9,8 +9,10 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 
 from pdserve.client.convert import messages_to_proto
+from pdserve.client.convert_decisions import explanation_from_proto
 from pdserve.client.convert_fleet import fleet_from_proto, models_from_proto
 from pdserve.client.convert_traces import stats_from_proto, summary_from_proto, trace_from_proto
+from pdserve.client.decisions import Explanation
 from pdserve.client.fleet import FleetWorker, Model
 from pdserve.client.stats import Stats
 from pdserve.client.tokens import Tokenization
@@ -50,6 +52,10 @@ def traces(limit: int) -> Query[list[RequestSummary]]:
 
 def trace(request_id: str) -> Query[Trace]:
     return Query("GetTrace", inference_pb2.GetTraceRequest(request_id=request_id), trace_from_proto)
+
+
+def explain(request_id: str) -> Query[Explanation]:
+    return Query("GetDecisions", inference_pb2.GetDecisionsRequest(request_id=request_id), explanation_from_proto)
 
 
 def tokenize(

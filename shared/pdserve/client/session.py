@@ -24,6 +24,8 @@ from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.rpc.channel import connect
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, error_from_call, error_from_status
+from pdserve.rpc.tenant import TENANT
+from pdserve.telemetry.tracing import TRACEPARENT
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
 
@@ -67,11 +69,13 @@ class Session:
         if self._closed:
             raise _closed()
         timeout = None if exchange.timeout is None or math.isinf(exchange.timeout) else exchange.timeout
+        metadata = dict(exchange.metadata)
         # First, because it raises ValueError for a time that is none.
         begin = pb.MultiplexBegin(
             request=exchange.request,
             time_remaining_ms=0 if timeout is None else max(1, round(timeout * 1e3)),
-            traceparent=exchange.metadata[0][1] if exchange.metadata else "",
+            traceparent=metadata.get(TRACEPARENT, ""),
+            tenant_id=metadata.get(TENANT, ""),
         )
         if self._stream is None or self._stream.ended:
             self._stream = _Stream(self._stub.Multiplex())

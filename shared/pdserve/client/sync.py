@@ -14,6 +14,7 @@ import grpc
 
 from pdserve.client import queries
 from pdserve.client.attempts import CALL_TIMEOUT, Attempts, CallSettings
+from pdserve.client.decisions import Explanation
 from pdserve.client.events import Completion, Event
 from pdserve.client.exchange import Collector, Exchange
 from pdserve.client.fleet import FleetWorker, Model
@@ -141,6 +142,10 @@ class SyncClient:
     def trace(self, request_id: str, timeout: float = CALL_TIMEOUT) -> Trace:
         """Where the time of a recent request went, on all services. Raises UnknownRequest."""
         return self._ask(queries.trace(request_id), timeout)
+
+    def explain(self, request_id: str, timeout: float = CALL_TIMEOUT) -> Explanation:
+        """Why a recent request was sent where it was, and what it waited for. Raises UnknownRequest."""
+        return self._ask(queries.explain(request_id), timeout)
 
     def tokenize(
         self,

@@ -5,6 +5,8 @@ PdserveError
 ├── UnknownModel        no such model here
 ├── UnknownRequest      no such request here, or not any more
 ├── NoCapacity          refused before anything was spent; may carry when to retry
+│   ├── TenantLimited   its tenant has as much as it may have
+│   └── TooLate         predicted to miss its targets, or its deadline, for what is ahead of it
 ├── Unavailable         a part of the fleet is missing or leaving
 ├── ModelError          a model folder that cannot be served
 ├── ConfigError         settings that contradict each other or the hardware
@@ -48,8 +50,20 @@ class NoCapacity(PdserveError):
         self.retry_after = retry_after
 
 
+class TenantLimited(NoCapacity):
+    """A tenant's requests or tokens are all taken. Others may well get in."""
+
+
+class TooLate(NoCapacity):
+    """The answer would come too late for whoever asked, so nothing is spent on it."""
+
+
 class Unavailable(PdserveError):
-    """A worker that is needed is gone, leaving or not there yet."""
+    """A worker that is needed is gone, leaving or not there yet. `retry_after` is in seconds; None: unknown."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ModelError(PdserveError):

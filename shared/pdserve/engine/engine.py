@@ -13,6 +13,7 @@ from pdserve.engine.outputs import ChunkDone, Ended, Load, PromptDone, TokenLogp
 from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import SampledToken
 from pdserve.engine.scheduler import Phase, Scheduled, Scheduler, SchedulerConfig
+from pdserve.policy.estimate import SpeedEstimate, squares
 
 PREFILL_SAMPLE = 64  # tokens
 PREFILL_WEIGHT = 0.3  # of the newest step
@@ -58,6 +59,7 @@ class Engine:
         self.on_forward: Callable[[], None] | None = None  # called after the last layer of each step
         self.prefill_rate = 0.0  # prompt tokens a second in steps that compute prompts, smoothed; 0: none yet
         self._prefill_samples = 0
+        self._speed = SpeedEstimate()
         self._runner = runner
         self._on_layer = on_layer
         self._hands_off: set[str] = set()
@@ -142,7 +144,7 @@ class Engine:
         """The state of the pool and the queues now."""
         scheduler = self.scheduler
         pool, reserved = scheduler.pool, scheduler.reserved_blocks()
-        prefill = [sequence.pending for sequence in scheduler.running if sequence.in_prefill]
+        prefill = [(s.num_computed, s.pending) for s in scheduler.running if s.in_prefill]
         return Load(
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
@@ -150,7 +152,9 @@ class Engine:
             reserved_blocks=reserved,
             running=len(scheduler.running),
             waiting=len(scheduler) - len(scheduler.running),
-            pending_prefill_tokens=sum(prefill),
+            pending_prefill_tokens=sum(count for _, count in prefill),
+            pending_prefill_squares=squares(prefill),
+            speed=self._speed.speed,
             steps=self.steps,
             preemptions=scheduler.preemptions,
             kv_bytes_sent=kv_bytes_sent,
@@ -223,8 +227,11 @@ class Engine:
             self._append(sequence, next(tokens))
 
     def _measure(self, batch: Sequence[Scheduled], seconds: float) -> None:
-        """Take in how fast a step computed prompts. Short ones say little of what a long one takes."""
-        count = sum(scheduled.count for scheduled in batch if scheduled.sequence.in_prefill)
+        """Take in how long a step took. Of the rate of prompts short ones say little of what a long one takes."""
+        chunks = [(s.sequence.num_computed, s.count) for s in batch if s.sequence.in_prefill]
+        count, answers = sum(count for _, count in chunks), [s.sequence for s in batch if not s.sequence.in_prefill]
+        context = sum(sequence.num_computed for sequence in answers)
+        self._speed.observe(count, squares(chunks), len(answers), context, seconds)
         if count >= PREFILL_SAMPLE and seconds > 0:
             # The first one is cold, so the second takes its place.
             known = self.prefill_rate if self._prefill_samples > 1 else count / seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.core.sequence import EndReason
+from pdserve.policy.estimate import UNKNOWN, Speed
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ class PromptDone(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """The engine's state; fields as in worker.proto's WorkerLoad. The last five count since the engine started:
+    """The engine's state; fields as in worker.proto's WorkerLoad. `busy_seconds` to `prefix_hits` count since the engine started:
     `prefix_queries` and `prefix_hits` are prompt tokens that were looked up in its own cache, and those found there."""
 
     free_blocks: int
@@ -68,3 +69,5 @@ class Load(msgspec.Struct, frozen=True):
     sampled_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    pending_prefill_squares: int = 0
+    speed: Speed = UNKNOWN

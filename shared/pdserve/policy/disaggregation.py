@@ -20,6 +20,14 @@ class NoWorker(StrEnum):
     FAIL = "fail"
 
 
+class Local(StrEnum):
+    """Why a decode worker would compute a prompt itself."""
+
+    CONDITIONAL = "conditional"  # what its running answers lose counts, and still nothing is quicker
+    HELD = "held"  # it has all but a step's worth
+    NO_PREFILL_WORKERS = "no_prefill_workers"  # none in this fleet, or none up and the rules say so
+
+
 class Protect(StrEnum):
     """Which target goes first where not both can be kept."""
 
@@ -39,7 +47,8 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """`remote` and `local` are where prompts may be computed; `reason` says why not in both. `down`: give up."""
+    """`remote` and `local` are where prompts may be computed; `reason` says why not in both. `down`: since prefill
+    workers that there are, or were, are not up."""
 
     remote: bool
     local: bool
@@ -47,7 +56,7 @@ class Places:
     down: bool = False
 
 
-def prefill_places(view: FleetView, request: PlacementRequest, rules: Rules) -> Places:
+def prefill_places(view: FleetView, rules: Rules) -> Places:
     """Where this fleet computes prompts now."""
     if any(worker.usable for worker in view.prefill):
         return Places(True, rules.local_prefill, "prefill workers are up")
@@ -55,7 +64,7 @@ def prefill_places(view: FleetView, request: PlacementRequest, rules: Rules) -> 
         reason = f"all prefill workers are down or draining ({len(view.prefill)} known)"
         if rules.no_worker is NoWorker.LOCAL:
             return Places(False, True, reason)
-        return Places(False, False, reason, down=gives_up(request, rules))
+        return Places(False, False, reason, down=True)
     if view.unanswered:
         names = ", ".join(view.unanswered)
         return Places(False, False, f"no prefill worker known, and {names} not heard from yet")

@@ -70,21 +70,21 @@ class SpeedEstimate:
 
     def observe(self, new: int, squares: int, decoding: int, context: int, seconds: float) -> None:
         """Take in one step. Costs some ten microseconds."""
-        x = [value / scale for value, scale in zip((1, new, squares, decoding, context), _SCALES, strict=True)]
-        variance = self._variance
-        px = [sum(row[k] * x[k] for k in range(_COUNT)) for row in variance]
-        gain = FORGETTING + sum(x[k] * px[k] for k in range(_COUNT))
-        error = seconds - sum(weight * value for weight, value in zip(self._weights, x, strict=True))
-        for k in range(_COUNT):
-            self._weights[k] += px[k] / gain * error
+        values = (1, new, squares, decoding, context)
+        x = [(k, value / _SCALES[k]) for k, value in enumerate(values) if value]
+        px = [sum([row[k] * value for k, value in x]) for row in self._variance]
+        gain = FORGETTING + sum([px[k] * value for k, value in x])
+        error = (seconds - sum([self._weights[k] * value for k, value in x])) / gain
+        self._weights = [weight + error * p for weight, p in zip(self._weights, px, strict=True)]
+        shares = [p / gain for p in px]
+        variance = [
+            [cell - share * p for cell, p in zip(row, px, strict=True)]
+            for row, share in zip(self._variance, shares, strict=True)
+        ]
         # What steps of one kind never tell must not be forgotten either: its doubt would grow without bound.
-        for row in range(_COUNT):
-            for column in range(_COUNT):
-                variance[row][column] -= px[row] * px[column] / gain
-        if max(variance[k][k] for k in range(_COUNT)) < _DOUBT * FORGETTING:
-            for cells in variance:
-                for column in range(_COUNT):
-                    cells[column] /= FORGETTING
+        if max([variance[k][k] for k in range(_COUNT)]) < _DOUBT * FORGETTING:
+            variance = [[cell / FORGETTING for cell in row] for row in variance]
+        self._variance = variance
         self._prompts += new > 0
         self._answers += decoding > 0
 

@@ -14,6 +14,13 @@ from pdserve.policy.reservation import reserved_tokens
 
 # What nobody named is measured against these, and holds nobody up (see PlacementRequest.stated).
 DEFAULT_TARGETS = SloTargets(0.5, 0.05, 99.0)
+AIM = 0.95
+
+
+def aim(targets: SloTargets) -> SloTargets:
+    """What to plan for where `targets` were promised: a little less. Under load a fleet is filled up to whatever is
+    allowed, and of what is predicted to be just in time every second one is late."""
+    return SloTargets(AIM * targets.ttft, AIM * targets.itl, targets.itl_percentile)
 
 
 class Role(StrEnum):
@@ -33,12 +40,12 @@ class LinkFacts:
 class WorkerView:
     """One worker of one model, at one moment.
 
-    `available_blocks` is free plus evictable blocks as last reported. What the router sent since, and the report
-    cannot know of yet, is counted beside it: `in_flight_blocks`. `outstanding_tokens` are those of sequences that this
-    router sent and has not seen the end of, `prefill_tokens` those that have to be computed before a first token. The
-    `reported_` figures count every router's work. `claimed` ones wait in this router until the worker takes more.
-    `squares` are of tokens that wait to be computed, as in `policy.estimate`. `links` are the worker's KV links that
-    are up, by the peer's worker id. `node` is the machine's name.
+    `available_blocks` is free plus evictable blocks as last reported. What this router sent since, and the report
+    cannot know of yet, is counted beside it: `in_flight_blocks`, and of prompts that have to be computed
+    `prefill_tokens` and `prefill_squares`. `outstanding_tokens` are those of sequences that this router sent and has
+    not seen the end of. The `reported_` figures count every router's work. `claimed` ones wait in this router until
+    the worker takes more. `squares` are of tokens that wait to be computed, as in `policy.estimate`. `links` are the
+    worker's KV links that are up, by the peer's worker id. `node` is the machine's name.
     """
 
     worker_id: str
@@ -86,12 +93,12 @@ class WorkerView:
     @property
     def prefill_backlog(self) -> int:
         """Prompt tokens that wait to be computed here, whoever sent them."""
-        return max(self.prefill_tokens, self.reported_prefill_tokens)
+        return self.prefill_tokens + self.reported_prefill_tokens
 
     @property
     def backlog_squares(self) -> int:
         """Of what waits to be computed, with what waits in the router for it."""
-        return max(self.prefill_squares, self.reported_prefill_squares) + self.claimed_squares
+        return self.prefill_squares + self.reported_prefill_squares + self.claimed_squares
 
     @property
     def accepts_prompt(self) -> bool:
@@ -188,8 +195,9 @@ class PlacementRequest:
     `excluded` are workers that refused it a moment ago, and `was_refused` says that one did at any time: from then on
     its cached blocks are not counted as room. `near` are workers that had its conversation last.
 
-    `waited` are the seconds since it arrived, `down_for` those since which no worker was up for it. It is `stated` where somebody asked for its `targets`: then it waits for
-    a place that keeps them. `draw` is its random number, for fleets of which only a sample is looked at.
+    `waited` are the seconds since it arrived, `down_for` those since which no worker was up for it. It is `stated`
+    where somebody asked for its `targets`: then it waits for a place that keeps them. `draw` is its random number, for
+    fleets of which only a sample is looked at.
     """
 
     tokens: int

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-from pdserve.policy.disaggregation import Places, Protect, Rules, holds_prompt
+from pdserve.policy.disaggregation import Local, Places, Protect, Rules, holds_prompt
 from pdserve.policy.fleet import FleetView, PlacementRequest, WorkerView
 from pdserve.policy.predict import PromptTime, compute_seconds, gap_after, link_seconds, prompt_time, transfer_tail
 from pdserve.policy.reservation import fits
 
 # Of a larger pool only a sample is looked at, and who holds most of the prompt. The best of two random workers is
-# already close to the best of all (Mitzenmacher, "The power of two choices", 2001), and the best of 24 as good as it.
-LARGE, SAMPLE, HOLDERS = 48, 24, 8
-BEST = 3  # of each pool are looked at in pairs
+# already close to the best of all (Mitzenmacher, "The power of two choices", 2001), the best of 8 closer than what is
+# known of them; and routers that don't know of each other don't all choose the same one.
+LARGE, SAMPLE, HOLDERS = 16, 8, 3
+BEST = 2  # of each pool are looked at in pairs
 STEP = 0.1  # violations that differ by less than this share of the target count as equal
 
 
@@ -23,7 +25,10 @@ STEP = 0.1  # violations that differ by less than this share of the target count
 class Option:
     """A pair, or a decode worker alone (`prefill` None), and its seconds: `queue` and `compute` of the prompt,
     `transfer` that shows, `gap` between tokens. `late` and `slow` are by how much, as a share, the two targets would
-    be missed. `accepts`: whether the worker that computes takes prompts now. `cost` decides between equals."""
+    be missed. `accepts`: whether the worker that computes takes prompts now. `cost` decides between equals.
+
+    `cached` and `there` are leading tokens that the computing and the decode worker have. `local`: why the decode
+    worker would be alone. It is `measured` where the seconds stand on what both workers have told of their speed."""
 
     prefill: str | None
     decode: str | None
@@ -36,6 +41,10 @@ class Option:
     cost: float
     accepts: bool
     tight: bool = False
+    cached: int = 0
+    there: int = 0
+    local: Local | None = None
+    measured: bool = True
 
     @property
     def ttft(self) -> float:
@@ -46,11 +55,21 @@ class Option:
         return not (self.late or self.slow)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeOption:
-    """`tight`: the answer will probably outgrow the worker's free pages."""
+@dataclass(slots=True)
+class PrefillOption:
+    """Who has `held` leading tokens of the prompt, and when it would be through there."""
 
     worker: WorkerView
+    held: int
+    time: PromptTime
+
+
+@dataclass(slots=True)
+class DecodeOption:
+    """Who has `held` leading tokens of the prompt. `tight`: the answer will probably outgrow its free pages."""
+
+    worker: WorkerView
+    held: int
     gap: float
     tight: bool
 
@@ -59,70 +78,71 @@ def shortlist(pool: Sequence[WorkerView], view: FleetView, request: PlacementReq
     """All of a small pool; of a large one a sample and the best holders."""
     if len(pool) <= LARGE:
         return pool
-    holders = sorted(request.held.items(), key=lambda item: -item[1])
-    role = pool[0].role
-    best = [worker for name, _ in holders[: 2 * HOLDERS] if (worker := view.index.get(name)) and worker.role is role]
-    near = [worker for name in request.near if (worker := view.index.get(name)) and worker.role is role]
-    drawn = random.Random(request.draw).sample(range(len(pool)), SAMPLE)
-    return list({worker.worker_id: worker for worker in (*best, *near, *(pool[i] for i in drawn))}.values())
+    role, found = pool[0].role, dict[str, WorkerView]()
+    holders = heapq.nlargest(2 * HOLDERS, request.held.items(), key=itemgetter(1))  # of both pools
+    for worker_id in (*(worker_id for worker_id, _ in holders), *request.near):
+        worker = view.index.get(worker_id)
+        if worker is not None and worker.role is role:
+            found[worker_id] = worker
+    for place in _draws(request.draw, len(pool)):
+        found[pool[place].worker_id] = pool[place]
+    return list(found.values())
+
+
+def _draws(seed: int, size: int) -> Iterator[int]:
+    """SAMPLE places below `size`, some perhaps twice: Knuth's MMIX generator, whose high bits are the good ones."""
+    state = seed * 0x9E3779B97F4A7C15  # neighbouring seeds begin far apart
+    for _ in range(SAMPLE):
+        state = (state * 6364136223846793005 + 1442695040888963407) & 0xFFFFFFFFFFFFFFFF
+        yield (state >> 32) * size >> 32
 
 
 def with_room(workers: Iterable[WorkerView], request: PlacementRequest, *, decoding: bool) -> list[WorkerView]:
     """Those that are up, not excluded, and have a seat and pages for `request`."""
     fitting = []
     for worker in workers:
-        if not worker.usable or not worker.has_seat or worker.worker_id in request.excluded:
+        others = worker.answers
+        if not worker.usable or others >= worker.max_num_seqs or worker.worker_id in request.excluded:
             continue
         # A held block costs nothing where others use it too. Where nobody does it is part of the room that is counted,
         # and the worker, which knows, may refuse; whoever was refused once waits until there is room in any case.
         held = 0 if request.was_refused else request.held_tokens(worker) // worker.layout.block_size
         fresh = min(request.blocks(worker, decoding=decoding), worker.total_blocks) - held
-        if fits(fresh, worker.room, worker.watermark_blocks, worker.answers > 0):
+        if fits(fresh, worker.room, worker.watermark_blocks, others > 0):
             fitting.append(worker)
     return fitting
 
 
 def decode_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[DecodeOption]:
-    """The best few, best first: those with room to the answer's end, then by gap; what is left of ties goes to who has
-    more of the prompt or had the conversation last, to who was given fewest, to more room, to the lower id."""
+    """The best few, best first: those with room to the answer's end, then by gap; what is left of ties goes to who had
+    the conversation last, to who was given fewest, to more room, to the lower id. And who has most of the prompt."""
     found = []
     for worker in workers:
-        fresh = request.blocks_to_end(worker) - request.held.get(worker.worker_id, 0)
-        tight = request.expected > 0 and fresh > worker.room
-        found.append(DecodeOption(worker, gap_after(worker, request, view.answer_speed(worker)), tight))
-
-    def key(option: DecodeOption) -> tuple[bool, float, bool, int, int, int, str]:
-        worker = option.worker
+        held = request.held_tokens(worker)
+        tight = request.expected > 0 and request.blocks_to_end(worker) - held // worker.layout.block_size > worker.room
+        gap = gap_after(worker, request, view.answer_speed(worker))
         near = worker.worker_id in request.near
-        return (
-            option.tight,
-            option.gap,
-            not near,
-            worker.outstanding_tokens,
-            worker.placed,
-            -worker.room,
-            worker.worker_id,
-        )
-
-    found.sort(key=key)
-    # Who has much of the prompt is worth a look even where others are emptier.
-    holder = max(found[BEST:], key=lambda option: request.held_tokens(option.worker), default=None)
-    best = found[:BEST]
-    return [*best, holder] if holder and request.held_tokens(holder.worker) else best
+        rank = (tight, gap, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
+        found.append((rank, DecodeOption(worker, held, gap, tight)))
+    found.sort(key=itemgetter(0))
+    best, others = [option for _, option in found[:BEST]], [option for _, option in found[BEST:]]
+    holder = max(others, key=lambda option: option.held, default=None)
+    return [*best, holder] if holder is not None and holder.held > max(option.held for option in best) else best
 
 
-def prefill_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[WorkerView]:
+def prefill_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[PrefillOption]:
     """The best few, best first: by predicted time, then as `decode_options`; and the best that takes prompts now."""
     found = []
     for worker in workers:
-        seconds = prompt_time(worker, request, view.prompt_speed(worker), request.held_tokens(worker)).total
+        held = request.held_tokens(worker)
+        time = prompt_time(worker, request, view.prompt_speed(worker), held)
         near = worker.worker_id in request.near
-        rank = (seconds, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
-        found.append((rank, worker))
-    found.sort(key=lambda item: item[0])
-    best = [worker for _, worker in found[:BEST]]
-    if not any(worker.accepts_prompt for worker in best):
-        best += [worker for _, worker in found[BEST:] if worker.accepts_prompt][:1]
+        rank = (time.total, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
+        found.append((rank, PrefillOption(worker, held, time)))
+    found.sort(key=itemgetter(0))
+    best = [option for _, option in found[:BEST]]
+    if not any(option.worker.accepts_prompt for option in best):
+        best += [option for _, option in found[BEST:] if option.worker.accepts_prompt][:1]
     return best
 
 
@@ -133,45 +153,52 @@ class Judge:
         self,
         view: FleetView,
         request: PlacementRequest,
-        prefills: Sequence[WorkerView],
+        prefills: Sequence[PrefillOption],
         decodes: Sequence[DecodeOption],
     ) -> None:
         self._view, self._request = view, request
-        computing = prefills or [option.worker for option in decodes]
-        alone = min(
-            (compute_seconds(w, request, view.prompt_speed(w), request.held_tokens(w)) for w in computing), default=0.0
-        )
+        alone = min((option.time.compute for option in prefills), default=0.0)
+        if not prefills:
+            alone = min((self._compute(option.worker, option.held) for option in decodes), default=0.0)
         gap = min((view.answer_speed(o.worker).decode_seconds(1, request.tokens) for o in decodes), default=0.0)
         self.ttft, self.itl = max(request.targets.ttft, 1.5 * alone), max(request.targets.itl, 1.1 * gap)
 
-    def remote(self, prefill: WorkerView, decode: DecodeOption | None) -> Option:
+    def remote(self, prefill: PrefillOption, decode: DecodeOption | None) -> Option:
         """Prefill there, decode here; without a decode worker nobody takes the KV."""
-        request, speed = self._request, self._view.prompt_speed(prefill)
-        held = request.held_tokens(prefill)
-        time, transfer, gap, tight = prompt_time(prefill, request, speed, held), 0.0, 0.0, False
-        if decode is not None:
-            there = request.held_tokens(decode.worker)
-            time = self._pulled(prefill, decode.worker, time, held, there)
-            transfer = transfer_tail(prefill, decode.worker, request.tokens - there, time.compute)
-            answers = self._view.answer_speed(decode.worker)
-            gap, tight = gap_after(decode.worker, request, answers, time.total + transfer), decode.tight
-        names = prefill.worker_id, decode.worker.worker_id if decode else None
-        return self._option(*names, time, transfer, gap, tight, accepts=prefill.accepts_prompt)
+        sender, time, transfer, gap = prefill.worker, prefill.time, 0.0, 0.0
+        accepts, measured = sender.accepts_prompt, sender.speed.knows_prompts
+        if decode is None:
+            return self._option(
+                sender.worker_id, None, time, transfer, gap, False, accepts, prefill.held, 0, measured=measured
+            )
+        receiver, request = decode.worker, self._request
+        if decode.held > prefill.held:
+            time = self._pulled(prefill, decode)
+        transfer = transfer_tail(sender, receiver, request.tokens - decode.held, time.compute)
+        gap = gap_after(receiver, request, self._view.answer_speed(receiver), time.total + transfer)
+        measured = measured and receiver.speed.knows_answers
+        names, held = (sender.worker_id, receiver.worker_id), (prefill.held, decode.held)
+        return self._option(*names, time, transfer, gap, decode.tight, accepts, *held, measured=measured)
 
-    def local(self, decode: DecodeOption, *, disturbs: bool) -> Option:
-        """The decode worker does both. `disturbs`: what its running answers lose by it counts, which it does where
-        prefill workers are there to spare them: each waits for this prompt's computing, and so would the next."""
-        worker, request = decode.worker, self._request
-        time = prompt_time(worker, request, self._view.prompt_speed(worker), request.held_tokens(worker))
+    def local(self, decode: DecodeOption, why: Local) -> Option:
+        """The decode worker does both. What its running answers lose by it counts where prefill workers are there to
+        spare them (Local.CONDITIONAL): each waits for this prompt's computing, and so would the next."""
+        worker, request, held = decode.worker, self._request, decode.held
+        time = prompt_time(worker, request, self._view.prompt_speed(worker), held)
         gap = longest = gap_after(worker, request, self._view.answer_speed(worker), time.total)
         harm = 0.0
-        if disturbs:
+        if why is Local.CONDITIONAL:
             harm = time.compute * (worker.answers + 1)
-            chunks = math.ceil((request.tokens - request.held_tokens(worker)) / max(1, worker.max_num_batched_tokens))
+            chunks = math.ceil((request.tokens - held) / max(1, worker.max_num_batched_tokens))
             longest = gap + time.compute / chunks if worker.answers else gap
+        names, accepts = (None, worker.worker_id), worker.accepts_prompt
+        measured = worker.speed.knows_prompts and worker.speed.knows_answers
         return self._option(
-            None, worker.worker_id, time, 0.0, gap, decode.tight, worker.accepts_prompt, harm=harm, longest=longest
+            *names, time, 0.0, gap, decode.tight, accepts, held, held, why, measured, harm=harm, longest=longest
         )
+
+    def _compute(self, worker: WorkerView, held: int) -> float:
+        return compute_seconds(worker, self._request, self._view.prompt_speed(worker), held)
 
     def _option(
         self,
@@ -182,6 +209,11 @@ class Judge:
         gap: float,
         tight: bool,
         accepts: bool,
+        cached: int,
+        there: int,
+        local: Local | None = None,
+        measured: bool = True,
+        *,
         harm: float = 0.0,
         longest: float = 0.0,
     ) -> Option:
@@ -189,22 +221,24 @@ class Judge:
         late = _excess(self._request.waited + ttft, self.ttft)
         slow = _excess(max(gap, longest), self.itl)
         cost = (ttft + harm) / self.ttft + gap / self.itl
-        return Option(prefill, decode, time.queue, time.compute, transfer, gap, late, slow, cost, accepts, tight)
+        said = cached, there, local, measured
+        return Option(prefill, decode, time.queue, time.compute, transfer, gap, late, slow, cost, accepts, tight, *said)
 
-    def _pulled(self, prefill: WorkerView, decode: WorkerView, time: PromptTime, held: int, there: int) -> PromptTime:
+    def _pulled(self, prefill: PrefillOption, decode: DecodeOption) -> PromptTime:
         """With what the decode worker has and the prefill worker lacks taken over their link, where that is faster."""
-        link = decode.links.get(prefill.worker_id)
-        if there <= held or link is None or not link.bytes_per_second:
+        worker, time = prefill.worker, prefill.time
+        link = decode.worker.links.get(worker.worker_id)
+        if link is None or not link.bytes_per_second:
             return time
-        rest = compute_seconds(prefill, self._request, self._view.prompt_speed(prefill), there)
-        return PromptTime(time.queue, min(time.compute, rest + link_seconds(decode, prefill, there - held)))
+        pulled = link_seconds(decode.worker, worker, decode.held - prefill.held) + self._compute(worker, decode.held)
+        return PromptTime(time.queue, min(time.compute, pulled))
 
 
 def options(
     view: FleetView,
     request: PlacementRequest,
     places: Places,
-    prefills: Sequence[WorkerView],
+    prefills: Sequence[PrefillOption],
     decodes: Sequence[DecodeOption],
     rules: Rules,
 ) -> list[Option]:
@@ -214,11 +248,12 @@ def options(
         worker = decode.worker
         if places.remote:
             layout = worker.layout
-            found += [judge.remote(prefill, decode) for prefill in prefills if prefill.layout == layout]
+            found += [judge.remote(prefill, decode) for prefill in prefills if prefill.worker.layout == layout]
         whole = holds_prompt(request, worker)
         measured = view.prompt_speed(worker).knows_prompts and worker.speed.knows_answers
         if whole or (places.local and (measured or not places.remote)):
-            found.append(judge.local(decode, disturbs=places.remote and not whole))
+            why = Local.HELD if whole else Local.CONDITIONAL if places.remote else Local.NO_PREFILL_WORKERS
+            found.append(judge.local(decode, why))
     # Targets kept, then the smaller violation of the protected one, then of the other, then cost.
     if rules.protect is Protect.ITL:
         found.sort(key=lambda option: (option.slow, option.late, option.tight, option.cost))

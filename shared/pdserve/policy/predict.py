@@ -38,17 +38,29 @@ def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed,
     return speed.prompt_seconds(tokens - held, tokens * tokens - held * held, worker.max_num_batched_tokens)
 
 
-def gap_after(worker: WorkerView, request: PlacementRequest, speed: Speed, seconds: float = 0.0) -> float:
+def gap_after(
+    worker: WorkerView,
+    request: PlacementRequest,
+    speed: Speed,
+    seconds: float = 0.0,
+    joining: float = 0.0,
+    joining_tokens: float = 0.0,
+) -> float:
     """Between two tokens of every answer of `worker`, once `request` has joined them in `seconds`.
 
     Until then some will have ended: of answers of one expected length, whose ages are spread evenly, a share of
     seconds / (length x gap). So predicts Mooncake (FAST 2025, section 6): what matters is the load when the prompt is
-    through, not the load now.
+    through, not the load now. `joining` are others that will have joined by then, one after the other, with
+    `joining_tokens` of context in all; of these only the last that fit into an answer's time will still be there.
     """
     running, context = worker.answers, worker.load
-    if seconds and request.expected and running:
-        leave = min(1.0, seconds / (request.expected * max(1e-6, speed.decode_seconds(running, context))))
-        running, context = round(running * (1 - leave)), round(context * (1 - leave))
+    if seconds and request.expected and (running or joining):
+        lifetime = request.expected * max(1e-6, speed.decode_seconds(running, context))
+        left, still = 1 - min(1.0, seconds / lifetime), min(1.0, lifetime / seconds)
+        running = round(running * left + joining * still)
+        context = round(context * left + joining_tokens * still)
+    else:
+        running, context = round(running + joining), round(context + joining_tokens)
     return speed.decode_seconds(running + 1, context + request.tokens)
 
 

@@ -23,8 +23,9 @@ class PrefixIndex:
         self._names: dict[int, str] = {}
         self._free: list[int] = []
 
-    def update(self, holder: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Note what entered and left `holder`'s cache. A hash in both counts as removed, the safe side."""
+    def update(self, holder: str, stored: Iterable[bytes], removed: Iterable[bytes], limit: int | None = None) -> None:
+        """Note what entered and left `holder`'s cache. A hash in both counts as removed, the safe side. `limit` is the
+        holder's own bound, where that is lower."""
         hashes = self._hashes.setdefault(holder, {})
         bit = 1 << self._number(holder)
         for digest in stored:
@@ -34,7 +35,7 @@ class PrefixIndex:
             if digest in hashes:
                 del hashes[digest]
                 self._forget(bit, digest)
-        while len(hashes) > self.limit:
+        while len(hashes) > (self.limit if limit is None else min(limit, self.limit)):
             oldest = next(iter(hashes))
             del hashes[oldest]
             self._forget(bit, oldest)
@@ -49,22 +50,35 @@ class PrefixIndex:
         del self._names[number]
         self._free.append(number)
 
+    def holds(self, holder: str) -> int:
+        """How many blocks of `holder` it knows of."""
+        return len(self._hashes.get(holder, ()))
+
     def leading(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Holder -> how many of the first `hashes` it has without a gap. Holders of none are left out."""
+        """Holder -> how many of the first `hashes` it has. Holders of none are left out.
+
+        Takes caches for what engines' are: a block goes before those that it follows. So whoever has a block has what
+        is before it, and the ends of all holders are found by halving; where one has a gap after all (its own bound
+        here is lower than its cache), the count may be too high, and the prompt takes longer than predicted.
+        """
         counts: dict[str, int] = {}
-        if not hashes:
-            return counts
-        masks = self._masks
-        alive = masks.get(hashes[0], 0)
-        for index, digest in enumerate(hashes):
-            still = alive & masks.get(digest, 0)
-            if still != alive:
-                counts.update((name, index) for name in self._named(alive & ~still))
-                alive = still
-                if not alive:
-                    return counts
-        counts.update((name, len(hashes)) for name in self._named(alive))
+        alive = self._masks.get(hashes[0], 0) if hashes else 0
+        if alive:
+            self._split(hashes, 1, len(hashes), alive, counts)
         return counts
+
+    def _split(self, hashes: Sequence[bytes], low: int, high: int, alive: int, counts: dict[str, int]) -> None:
+        """Count the holders `alive`, who have the first `low` and perhaps up to `high`."""
+        while low < high:
+            middle = (low + high + 1) // 2
+            further = alive & self._masks.get(hashes[middle - 1], 0)
+            if further and further != alive:
+                self._split(hashes, low, middle - 1, alive & ~further, counts)
+            if further:
+                low, alive = middle, further
+            else:
+                high = middle - 1
+        counts.update((name, low) for name in self._named(alive))
 
     def __len__(self) -> int:
         """How many different blocks it knows of."""

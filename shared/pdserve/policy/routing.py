@@ -14,7 +14,17 @@ from enum import StrEnum
 
 from pdserve.policy.disaggregation import Places, Protect, Rules, gives_up, holds_prompt, prefill_places
 from pdserve.policy.fleet import FleetView, PlacementRequest, WorkerView
-from pdserve.policy.options import DecodeOption, Option, decode_options, options, prefill_options, shortlist, with_room
+from pdserve.policy.options import (
+    DecodeOption,
+    Judge,
+    Option,
+    PrefillOption,
+    decode_options,
+    options,
+    prefill_options,
+    shortlist,
+    with_room,
+)
 
 SHOWN = 6  # options that a decision keeps for whoever wants to know
 DEFAULT_RULES = Rules()
@@ -28,17 +38,21 @@ class Kind(StrEnum):
     WAIT = "wait"  # nothing now; ask again when the view has changed
     DOWN = "down"  # nobody is up, and nobody waits for that any longer
     NEVER = "never"  # no worker of this fleet could ever take it
+    REJECT = "reject"  # it could wait, but would come too late: it is told at once
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where to, by worker id, and why; `options` are what it was chosen from, best first."""
+    """Where to, by worker id, and why; `options` are the best that it was chosen from, best first, of `considered`.
+    `down`: nobody is up whom it could wait for."""
 
     kind: Kind
     reason: str
     prefill: str | None = None
     decode: str | None = None
     options: tuple[Option, ...] = ()
+    considered: int = 0
+    down: bool = False
 
     @property
     def placed(self) -> bool:
@@ -50,20 +64,20 @@ def choose_pair(view: FleetView, request: PlacementRequest, rules: Rules = DEFAU
     if request.remaining <= 1 and view.prefill:
         return _prefill_only(view, request, rules)
     if not any(worker.usable for worker in view.decode):
-        return Decision(Kind.DOWN if gives_up(request, rules) else Kind.WAIT, "no decode worker is up")
+        return _nobody("no decode worker is up", request, rules)
     if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in view.decode):
         return _never(request, view.decode, "decode")
     decodes = _decodes(view, request)
     if not decodes:
         return Decision(Kind.WAIT, "no decode worker has room")
-    places = prefill_places(view, request, rules)
+    places = prefill_places(view, rules)
     whole = any(holds_prompt(request, option.worker) for option in decodes)
     if not (places.remote or places.local or whole):
-        return Decision(Kind.DOWN if places.down else Kind.WAIT, places.reason)
+        return _nobody(places.reason, request, rules) if places.down else Decision(Kind.WAIT, places.reason)
     prefills = _prefills(view, request) if places.remote else []
     found = options(view, request, places, prefills, decodes, rules)
     if not found and prefills:  # layouts that don't match; only fleets in the middle of a change have several
-        layouts = {worker.layout for worker in prefills}
+        layouts = {prefill.worker.layout for prefill in prefills}
         matching = [worker for worker in with_room(view.decode, request, decoding=True) if worker.layout in layouts]
         found = options(view, request, places, prefills, decode_options(matching, view, request), rules)
     if not found:
@@ -81,44 +95,45 @@ def choose_prefill(view: FleetView, request: PlacementRequest, decode: str, rule
         return Decision(Kind.WAIT, f"all prefill workers are down or draining ({len(peers)} known)")
     places = Places(True, False, "it holds a reservation")
     # It has its pages and its seat; only the time to the next token is left to choose.
-    held = DecodeOption(worker, 0.0, False)
+    held = DecodeOption(worker, request.held_tokens(worker), 0.0, False)
     found = options(view, request, places, _accepting(_prefills(view, request)), [held], rules)
     found = [option for option in found if option.prefill is not None]
     if not found:
         return Decision(Kind.WAIT, "no prefill worker has room")
-    return Decision(Kind.REMOTE, _say(found, rules), found[0].prefill, options=tuple(found[:SHOWN]))
+    return Decision(Kind.REMOTE, _say(found, rules), found[0].prefill, None, tuple(found[:SHOWN]), len(found))
 
 
 def _prefill_only(view: FleetView, request: PlacementRequest, rules: Rules) -> Decision:
     if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in view.prefill):
         return _never(request, view.prefill, "prefill")
     if not any(worker.usable for worker in view.prefill):
-        reason = f"all prefill workers are down or draining ({len(view.prefill)} known)"
-        return Decision(Kind.DOWN if gives_up(request, rules) else Kind.WAIT, reason)
+        return _nobody(f"all prefill workers are down or draining ({len(view.prefill)} known)", request, rules)
     prefills = _accepting(_prefills(view, request))
     if not prefills:
         return Decision(Kind.WAIT, "no prefill worker has room")
     reason = "a single token needs no decode worker"
-    return Decision(Kind.PREFILL_ONLY, reason, prefill=prefills[0].worker_id)
+    judge = Judge(view, request, prefills, ())
+    found = tuple(judge.remote(prefill, None) for prefill in prefills[:SHOWN])
+    return Decision(Kind.PREFILL_ONLY, reason, prefills[0].worker.worker_id, None, found, len(found))
 
 
 def _decide(found: list[Option], request: PlacementRequest, places: Places, rules: Rules) -> Decision:
     """Take the best option now, or wait for it."""
     # A decode worker that takes no prompts now is waited for only where there is nobody else.
     found = [option for option in found if option.prefill or option.accepts] or found
-    best, shown = found[0], tuple(found[:SHOWN])
+    best, shown, count = found[0], tuple(found[:SHOWN]), len(found)
     if request.stated and rules.protect is Protect.ITL and best.slow:
         itl = 1e3 * request.targets.itl
-        return Decision(Kind.WAIT, f"no decode worker would keep {itl:g} ms between tokens", options=shown)
+        return Decision(Kind.WAIT, f"no decode worker would keep {itl:g} ms between tokens", None, None, shown, count)
     if not best.accepts:
         if best.prefill is None:
-            return Decision(Kind.WAIT, "every decode worker has prompts enough to compute", options=shown)
-        return Decision(Kind.DEFER, f"{_say(found, rules)}; its queue is full", best.prefill, options=shown)
+            return Decision(Kind.WAIT, "every decode worker has prompts enough to compute", None, None, shown, count)
+        return Decision(Kind.DEFER, f"{_say(found, rules)}; its queue is full", best.prefill, None, shown, count)
     kind = Kind.LOCAL if best.prefill is None else Kind.REMOTE
     reason = _say(found, rules)
     if kind is Kind.LOCAL and not places.remote:
         reason = f"{places.reason}; {reason}"
-    return Decision(kind, reason, best.prefill, best.decode, shown)
+    return Decision(kind, reason, best.prefill, best.decode, shown, count)
 
 
 def _say(found: list[Option], rules: Rules) -> str:
@@ -138,7 +153,7 @@ def _decodes(view: FleetView, request: PlacementRequest) -> list[DecodeOption]:
     return decode_options(fitting, view, request)
 
 
-def _prefills(view: FleetView, request: PlacementRequest) -> list[WorkerView]:
+def _prefills(view: FleetView, request: PlacementRequest) -> list[PrefillOption]:
     some = shortlist(view.prefill, view, request)
     fitting = with_room(some, request, decoding=False)
     if some is not view.prefill and not any(worker.accepts_prompt for worker in fitting):
@@ -146,8 +161,12 @@ def _prefills(view: FleetView, request: PlacementRequest) -> list[WorkerView]:
     return prefill_options(fitting, view, request)
 
 
-def _accepting(workers: list[WorkerView]) -> list[WorkerView]:
-    return [worker for worker in workers if worker.accepts_prompt]
+def _accepting(prefills: list[PrefillOption]) -> list[PrefillOption]:
+    return [prefill for prefill in prefills if prefill.worker.accepts_prompt]
+
+
+def _nobody(reason: str, request: PlacementRequest, rules: Rules) -> Decision:
+    return Decision(Kind.DOWN if gives_up(request, rules) else Kind.WAIT, reason, down=True)
 
 
 def _never(request: PlacementRequest, workers: tuple[WorkerView, ...], role: str) -> Decision:

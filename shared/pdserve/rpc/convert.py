@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.layout import DTYPE_BYTES, TRANSFER_DTYPES, KVLayout
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.sequence import EndReason, SequenceSpec
-from pdserve.v1 import inference_pb2, kv_pb2, sequence_pb2
+from pdserve.policy.estimate import UNKNOWN, Speed
+from pdserve.v1 import inference_pb2, kv_pb2, sequence_pb2, worker_pb2
 
 FINGERPRINT_BYTES = 16
 
@@ -169,6 +171,32 @@ def layout_from_proto(message: kv_pb2.KvLayout) -> KVLayout:
         model_fingerprint=message.model_fingerprint,
         transfer_dtype=message.transfer_dtype,
     )
+
+
+def speed_to_proto(speed: Speed) -> worker_pb2.WorkerSpeed:
+    return worker_pb2.WorkerSpeed(
+        step_seconds=speed.step,
+        token_seconds=speed.token,
+        square_seconds=speed.square,
+        answer_seconds=speed.answer,
+        read_seconds=speed.read,
+        prompt_steps=speed.prompts,
+        answer_steps=speed.answers,
+    )
+
+
+def speed_from_proto(message: worker_pb2.WorkerSpeed) -> Speed:
+    """UNKNOWN where a worker says nothing, or nonsense: a router is not to be led by it."""
+    seconds = (
+        message.step_seconds,
+        message.token_seconds,
+        message.square_seconds,
+        message.answer_seconds,
+        message.read_seconds,
+    )
+    if not all(0 <= value < math.inf for value in seconds):
+        return UNKNOWN
+    return Speed(*seconds, prompts=message.prompt_steps, answers=message.answer_steps)
 
 
 def end_reason_to_proto(reason: EndReason) -> sequence_pb2.EndReason.ValueType:

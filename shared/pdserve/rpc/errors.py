@@ -26,6 +26,8 @@ from pdserve.core.errors import (
     ModelError,
     NoCapacity,
     PdserveError,
+    TenantLimited,
+    TooLate,
     Unavailable,
     UnknownModel,
     UnknownRequest,
@@ -57,6 +59,8 @@ _KINDS: dict[type[PdserveError], tuple[grpc.StatusCode, str]] = {
     UnknownModel: (grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     UnknownRequest: (grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST"),
     NoCapacity: (grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_CAPACITY"),
+    TenantLimited: (grpc.StatusCode.RESOURCE_EXHAUSTED, "TENANT_LIMIT"),
+    TooLate: (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_LATE"),
     Unavailable: (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
     ModelError: (grpc.StatusCode.FAILED_PRECONDITION, "MODEL_ERROR"),
     ConfigError: (grpc.StatusCode.FAILED_PRECONDITION, "CONFIG_ERROR"),
@@ -87,7 +91,7 @@ def to_status(error: PdserveError) -> Status:
         description = _cut(error.message + detail)
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=description)
         _pack(status, error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, NoCapacity) and error.retry_after is not None:
+    if isinstance(error, NoCapacity | Unavailable) and error.retry_after is not None:
         info = error_details_pb2.RetryInfo()
         info.retry_delay.FromNanoseconds(max(0, round(error.retry_after * 1e9)))
         _pack(status, info)
@@ -122,11 +126,10 @@ def _rebuilt(code: grpc.StatusCode, message: str, details: dict[str, Any]) -> Pd
         if isinstance(bad, error_details_pb2.BadRequest) and bad.field_violations:
             return InvalidRequest(bad.field_violations[0].field, bad.field_violations[0].description)
         return InvalidRequest("request", message)
-    if kind is NoCapacity:
+    if kind is not None and issubclass(kind, NoCapacity | Unavailable):
         retry = details.get("RetryInfo")
         if isinstance(retry, error_details_pb2.RetryInfo):
-            return NoCapacity(message, retry.retry_delay.ToNanoseconds() / 1e9)
-        return NoCapacity(message)
+            return kind(message, retry.retry_delay.ToNanoseconds() / 1e9)
     if kind is not None:
         return kind(message)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from pdserve.v1 import decision_pb2 as _decision_pb2
 from pdserve.v1 import stats_pb2 as _stats_pb2
 from pdserve.v1 import trace_pb2 as _trace_pb2
 from pdserve.v1 import worker_pb2 as _worker_pb2
@@ -359,7 +360,10 @@ Global___ResponseOptions: _TypeAlias = ResponseOptions  # noqa: Y015
 
 @_typing.final
 class SloTargets(_message.Message):
-    """SloTargets are what this request asks for; they override the deployment's defaults."""
+    """SloTargets are what this request asks for; they override the deployment's. It is held to those that are set here, or
+    were set for the router: where they are predicted to be missed it waits for a better place, and is refused at once
+    (TOO_LATE) where an idle fleet would keep them and this one will not.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -815,10 +819,13 @@ class MultiplexBegin(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     TIME_REMAINING_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TENANT_ID_FIELD_NUMBER: _builtins.int
     time_remaining_ms: _builtins.int
     """Time to the request's deadline; 0: the router's own limit."""
     traceparent: _builtins.str
     """W3C trace context; may be empty. One of more than 256 characters is left out."""
+    tenant_id: _builtins.str
+    """As x-tenant-id."""
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """As for Generate."""
@@ -829,10 +836,11 @@ class MultiplexBegin(_message.Message):
         request: Global___GenerateRequest | None = ...,
         time_remaining_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        tenant_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "time_remaining_ms", b"time_remaining_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "tenant_id", b"tenant_id", "time_remaining_ms", b"time_remaining_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1437,3 +1445,59 @@ class GetTraceResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTraceResponse: _TypeAlias = GetTraceResponse  # noqa: Y015
+
+@_typing.final
+class GetDecisionsRequest(_message.Message):
+    """GetDecisionsRequest names a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As PromptInfo told it. Where several requests had the same one, the newest is meant."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDecisionsRequest: _TypeAlias = GetDecisionsRequest  # noqa: Y015
+
+@_typing.final
+class GetDecisionsResponse(_message.Message):
+    """GetDecisionsResponse answers GetDecisions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    """Decisions that there was no room for: a router keeps 16, the first one, placements and the newest ones before others."""
+    @_builtins.property
+    def request(self) -> Global___RequestSummary:
+        """What became of it."""
+
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[_decision_pb2.Decision]:
+        """In their order; none yet where it still waits for its first look."""
+
+    def __init__(
+        self,
+        *,
+        request: Global___RequestSummary | None = ...,
+        decisions: _abc.Iterable[_decision_pb2.Decision] | None = ...,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions", "dropped", b"dropped", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDecisionsResponse: _TypeAlias = GetDecisionsResponse  # noqa: Y015

@@ -30,16 +30,19 @@ class InferenceServiceStub:
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
 
     A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
-    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
-    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
-    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+    INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
+    it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
+    that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
+    trying again. Where tokens were shown before a call failed, trying again starts the answer over; the same seed makes
+    the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
     is. Cancelling a call frees what it holds on every worker.
 
     Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
-    where request_id is empty.
+    where request_id is empty; `x-tenant-id` (at most 128 printable ASCII characters) names whom it is accounted to, for
+    fairness and limits. Nothing proves it: whatever is in front has to set it, and drop what clients say.
     """
 
     def __init__(self, channel):
@@ -83,6 +86,11 @@ class InferenceServiceStub:
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.GetTraceRequest.SerializeToString,
                 response_deserializer=pdserve_dot_v1_dot_inference__pb2.GetTraceResponse.FromString,
                 _registered_method=True)
+        self.GetDecisions = channel.unary_unary(
+                '/pdserve.v1.InferenceService/GetDecisions',
+                request_serializer=pdserve_dot_v1_dot_inference__pb2.GetDecisionsRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_inference__pb2.GetDecisionsResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pdserve.v1.InferenceService/Tokenize',
                 request_serializer=pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -99,16 +107,19 @@ class InferenceServiceServicer:
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
 
     A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
-    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
-    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
-    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+    INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
+    it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
+    that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
+    trying again. Where tokens were shown before a call failed, trying again starts the answer over; the same seed makes
+    the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
     is. Cancelling a call frees what it holds on every worker.
 
     Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
-    where request_id is empty.
+    where request_id is empty; `x-tenant-id` (at most 128 printable ASCII characters) names whom it is accounted to, for
+    fairness and limits. Nothing proves it: whatever is in front has to set it, and drop what clients say.
     """
 
     def Generate(self, request, context):
@@ -174,6 +185,16 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDecisions(self, request, context):
+        """GetDecisions tells how the router placed one recent request: where to, what else it could have chosen, what it
+        predicted of each, and what it waited for. Prediction and outcome stand side by side: see the summary.
+
+        Errors: as GetTrace.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Tokenize says which tokens a prompt is, as Generate would make them of it. No worker is asked.
 
@@ -229,6 +250,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.GetTraceRequest.FromString,
                     response_serializer=pdserve_dot_v1_dot_inference__pb2.GetTraceResponse.SerializeToString,
             ),
+            'GetDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDecisions,
+                    request_deserializer=pdserve_dot_v1_dot_inference__pb2.GetDecisionsRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_inference__pb2.GetDecisionsResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=pdserve_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
@@ -251,16 +277,19 @@ class InferenceService:
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
 
     A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
-    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
-    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
-    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+    INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
+    it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
+    that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
+    trying again. Where tokens were shown before a call failed, trying again starts the answer over; the same seed makes
+    the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
     is. Cancelling a call frees what it holds on every worker.
 
     Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
-    where request_id is empty.
+    where request_id is empty; `x-tenant-id` (at most 128 printable ASCII characters) names whom it is accounted to, for
+    fairness and limits. Nothing proves it: whatever is in front has to set it, and drop what clients say.
     """
 
     @staticmethod
@@ -442,6 +471,33 @@ class InferenceService:
             '/pdserve.v1.InferenceService/GetTrace',
             pdserve_dot_v1_dot_inference__pb2.GetTraceRequest.SerializeToString,
             pdserve_dot_v1_dot_inference__pb2.GetTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.InferenceService/GetDecisions',
+            pdserve_dot_v1_dot_inference__pb2.GetDecisionsRequest.SerializeToString,
+            pdserve_dot_v1_dot_inference__pb2.GetDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,16 +31,19 @@ class InferenceServiceStub:
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
 
     A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
-    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
-    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
-    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+    INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
+    it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
+    that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
+    trying again. Where tokens were shown before a call failed, trying again starts the answer over; the same seed makes
+    the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
     is. Cancelling a call frees what it holds on every worker.
 
     Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
-    where request_id is empty.
+    where request_id is empty; `x-tenant-id` (at most 128 printable ASCII characters) names whom it is accounted to, for
+    fairness and limits. Nothing proves it: whatever is in front has to set it, and drop what clients say.
     """
 
     @_typing.overload
@@ -78,6 +81,12 @@ class InferenceServiceStub:
     Errors: NOT_FOUND for a request that this router never had or has forgotten, FAILED_PRECONDITION where it was
     started to keep no traces.
     """
+    GetDecisions: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetDecisionsRequest, _inference_pb2.GetDecisionsResponse]
+    """GetDecisions tells how the router placed one recent request: where to, what else it could have chosen, what it
+    predicted of each, and what it waited for. Prediction and outcome stand side by side: see the summary.
+
+    Errors: as GetTrace.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Tokenize says which tokens a prompt is, as Generate would make them of it. No worker is asked.
 
@@ -92,16 +101,19 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
 
     A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
-    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
-    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
-    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+    INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
+    it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
+    that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
+    trying again. Where tokens were shown before a call failed, trying again starts the answer over; the same seed makes
+    the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
     is. Cancelling a call frees what it holds on every worker.
 
     Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
-    where request_id is empty.
+    where request_id is empty; `x-tenant-id` (at most 128 printable ASCII characters) names whom it is accounted to, for
+    fairness and limits. Nothing proves it: whatever is in front has to set it, and drop what clients say.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -136,6 +148,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Errors: NOT_FOUND for a request that this router never had or has forgotten, FAILED_PRECONDITION where it was
     started to keep no traces.
     """
+    GetDecisions: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetDecisionsRequest, _inference_pb2.GetDecisionsResponse]  # type: ignore[assignment]
+    """GetDecisions tells how the router placed one recent request: where to, what else it could have chosen, what it
+    predicted of each, and what it waited for. Prediction and outcome stand side by side: see the summary.
+
+    Errors: as GetTrace.
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Tokenize says which tokens a prompt is, as Generate would make them of it. No worker is asked.
 
@@ -149,16 +167,19 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
 
     A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
-    INVALID_REQUEST, UNKNOWN_MODEL, NO_CAPACITY or UNAVAILABLE. INVALID_ARGUMENT adds a BadRequest that names the field
-    by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying again. Where
-    tokens were shown before a call failed, trying again starts the answer over; the same seed makes the same answer.
+    INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
+    it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
+    that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
+    trying again. Where tokens were shown before a call failed, trying again starts the answer over; the same seed makes
+    the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
     is. Cancelling a call frees what it holds on every worker.
 
     Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
-    where request_id is empty.
+    where request_id is empty; `x-tenant-id` (at most 128 printable ASCII characters) names whom it is accounted to, for
+    fairness and limits. Nothing proves it: whatever is in front has to set it, and drop what clients say.
     """
 
     @_abc_1.abstractmethod
@@ -232,6 +253,18 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: NOT_FOUND for a request that this router never had or has forgotten, FAILED_PRECONDITION where it was
         started to keep no traces.
+        """
+
+    @_abc_1.abstractmethod
+    def GetDecisions(
+        self,
+        request: _inference_pb2.GetDecisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetDecisionsResponse, _abc.Awaitable[_inference_pb2.GetDecisionsResponse]]:
+        """GetDecisions tells how the router placed one recent request: where to, what else it could have chosen, what it
+        predicted of each, and what it waited for. Prediction and outcome stand side by side: see the summary.
+
+        Errors: as GetTrace.
         """
 
     @_abc_1.abstractmethod

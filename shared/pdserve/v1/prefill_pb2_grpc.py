@@ -48,7 +48,8 @@ class PrefillServiceServicer:
 
     def Prefill(self, request, context):
         """Prefill computes a prompt, pushes its KV to the decode worker that holds the ticket, and samples the first
-        token. The stream ends once the decode worker has committed; cancelling the call ends the work.
+        token. The stream ends once the decode worker has committed; cancelling the call ends the work. Initial metadata
+        comes at once: what this worker tells of its load from then on has this prompt in it.
 
         Errors: RESOURCE_EXHAUSTED (no blocks for the whole prompt), UNAVAILABLE (draining, link lost), ABORTED (the
         decode worker closed the ticket).

@@ -35,7 +35,8 @@ class PrefillServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
     """Prefill computes a prompt, pushes its KV to the decode worker that holds the ticket, and samples the first
-    token. The stream ends once the decode worker has committed; cancelling the call ends the work.
+    token. The stream ends once the decode worker has committed; cancelling the call ends the work. Initial metadata
+    comes at once: what this worker tells of its load from then on has this prompt in it.
 
     Errors: RESOURCE_EXHAUSTED (no blocks for the whole prompt), UNAVAILABLE (draining, link lost), ABORTED (the
     decode worker closed the ticket).
@@ -48,7 +49,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
     """Prefill computes a prompt, pushes its KV to the decode worker that holds the ticket, and samples the first
-    token. The stream ends once the decode worker has committed; cancelling the call ends the work.
+    token. The stream ends once the decode worker has committed; cancelling the call ends the work. Initial metadata
+    comes at once: what this worker tells of its load from then on has this prompt in it.
 
     Errors: RESOURCE_EXHAUSTED (no blocks for the whole prompt), UNAVAILABLE (draining, link lost), ABORTED (the
     decode worker closed the ticket).
@@ -64,7 +66,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
         """Prefill computes a prompt, pushes its KV to the decode worker that holds the ticket, and samples the first
-        token. The stream ends once the decode worker has committed; cancelling the call ends the work.
+        token. The stream ends once the decode worker has committed; cancelling the call ends the work. Initial metadata
+        comes at once: what this worker tells of its load from then on has this prompt in it.
 
         Errors: RESOURCE_EXHAUSTED (no blocks for the whole prompt), UNAVAILABLE (draining, link lost), ABORTED (the
         decode worker closed the ticket).

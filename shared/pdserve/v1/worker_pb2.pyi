@@ -245,6 +245,8 @@ class WorkerLoad(_message.Message):
     PREFIX_HITS_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    SPEED_FIELD_NUMBER: _builtins.int
+    PENDING_PREFILL_SQUARES_FIELD_NUMBER: _builtins.int
     free_blocks: _builtins.int
     """Blocks that hold nothing."""
     cached_blocks: _builtins.int
@@ -279,6 +281,12 @@ class WorkerLoad(_message.Message):
     """Tokens that it computed, and tokens that it sampled, since it started."""
     sampled_tokens: _builtins.int
     """See computed_tokens."""
+    pending_prefill_squares: _builtins.int
+    """Of the pending prefill tokens: the sum over their prompts of l^2 - p^2, where l tokens will have KV, and p have it."""
+    @_builtins.property
+    def speed(self) -> Global___WorkerSpeed:
+        """How long its steps take."""
+
     def __init__(
         self,
         *,
@@ -299,14 +307,65 @@ class WorkerLoad(_message.Message):
         prefix_hits: _builtins.int = ...,
         computed_tokens: _builtins.int = ...,
         sampled_tokens: _builtins.int = ...,
+        speed: Global___WorkerSpeed | None = ...,
+        pending_prefill_squares: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_blocks", b"cached_blocks", "computed_tokens", b"computed_tokens", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "owned_blocks", b"owned_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "reserved_blocks", b"reserved_blocks", "running", b"running", "sampled_tokens", b"sampled_tokens", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_blocks", b"cached_blocks", "computed_tokens", b"computed_tokens", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "owned_blocks", b"owned_blocks", "pending_prefill_squares", b"pending_prefill_squares", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "reserved_blocks", b"reserved_blocks", "running", b"running", "sampled_tokens", b"sampled_tokens", "speed", b"speed", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class WorkerSpeed(_message.Message):
+    """WorkerSpeed is a line through what a worker's latest steps took. A step that computes new prompt tokens worth
+    squares (see pending_prefill_squares) and a token for each of some answers with context tokens of KV in all takes
+    step + token x new + square x squares + answer x answers + read x context seconds.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    SQUARE_SECONDS_FIELD_NUMBER: _builtins.int
+    ANSWER_SECONDS_FIELD_NUMBER: _builtins.int
+    READ_SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_STEPS_FIELD_NUMBER: _builtins.int
+    ANSWER_STEPS_FIELD_NUMBER: _builtins.int
+    step_seconds: _builtins.float
+    """Seconds of every step."""
+    token_seconds: _builtins.float
+    """Seconds for each prompt token."""
+    square_seconds: _builtins.float
+    """Seconds for each square."""
+    answer_seconds: _builtins.float
+    """Seconds for each answer."""
+    read_seconds: _builtins.float
+    """Seconds for each token of context."""
+    prompt_steps: _builtins.int
+    """Steps with prompts that this was learned from; after few of them it says nothing about prompts."""
+    answer_steps: _builtins.int
+    """As prompt_steps, of answers."""
+    def __init__(
+        self,
+        *,
+        step_seconds: _builtins.float = ...,
+        token_seconds: _builtins.float = ...,
+        square_seconds: _builtins.float = ...,
+        answer_seconds: _builtins.float = ...,
+        read_seconds: _builtins.float = ...,
+        prompt_steps: _builtins.int = ...,
+        answer_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_seconds", b"answer_seconds", "answer_steps", b"answer_steps", "prompt_steps", b"prompt_steps", "read_seconds", b"read_seconds", "square_seconds", b"square_seconds", "step_seconds", b"step_seconds", "token_seconds", b"token_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerSpeed: _TypeAlias = WorkerSpeed  # noqa: Y015
 
 @_typing.final
 class LinkState(_message.Message):

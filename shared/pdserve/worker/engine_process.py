@@ -76,6 +76,7 @@ class EngineLoop:
         self._links = EngineLinks(settings, self._built, links, self._notify, self._wake)
         self._handoff = Handoff(self._engine, self._links.hub, self._tell_ticket)
         self._number = 0
+        self._prompts_taken = 0
         self._told: Load | None = None
         self._running = True
         self._step_log_path = settings.step_log
@@ -136,6 +137,7 @@ class EngineLoop:
         scheduler, kv = self._engine.scheduler, self._built.kv
         match message:
             case StartPrefill():
+                self._prompts_taken += 1
                 self._handoff.start_prefill(message)
             case Reserve():
                 self._handoff.reserve(message)
@@ -173,6 +175,7 @@ class EngineLoop:
                     stored=stored,
                     removed=removed,
                     seconds=outputs.seconds,
+                    prompts_taken=self._prompts_taken,
                 )
             )
             self._told = load

@@ -37,12 +37,14 @@ from pdserve.worker.messages import (
     KvCommitted,
     Rearmed,
     ReservedPages,
+    StartPrefill,
     StepDone,
     TicketMessage,
     TicketReady,
 )
 from pdserve.worker.metrics import WorkerMetrics, idle_load
 from pdserve.worker.prefix_client import PrefixClient
+from pdserve.worker.sent_prompts import SentPrompts
 from pdserve.worker.watch import WatchBoard, WorkerServicer, links_to_proto, load_to_proto
 
 log = structlog.get_logger(__name__)
@@ -76,6 +78,7 @@ class WorkerFront:
         self.links = Links(self.engine.send_link, self._on_report)
         self.prefix: PrefixClient | None = None
         self.started: EngineStarted | None = None
+        self._sent = SentPrompts()
         self._server: GrpcServer | None = None
         self._service: RoleService | None = None
 
@@ -113,6 +116,13 @@ class WorkerFront:
                 "eos_token_ids", f"an id is outside the vocabulary of {self.started.vocab_size}: {spec.eos_token_ids}"
             )
         spec.params.check(self.started.vocab_size)
+
+    def start_prefill(self, message: StartPrefill) -> None:
+        """Send a prompt to the engine. From now on this worker's load, as it is told, has it."""
+        self.engine.send(message)
+        self._sent.add(len(message.spec.token_ids))
+        if self.metrics.load is not None:
+            self.board.publish(load_to_proto(self._sent.with_sent(self.metrics.load)))
 
     async def leave(self) -> None:
         """Leave the view: no new work from now on; what runs goes on."""
@@ -196,7 +206,9 @@ class WorkerFront:
             match message:
                 case StepDone():
                     self.metrics.take(message)
-                    board.publish(load_to_proto(message.load), message.stored, message.removed)
+                    self._sent.taken(message.prompts_taken)
+                    load = load_to_proto(self._sent.with_sent(message.load))
+                    board.publish(load, message.stored, message.removed)
                     service.on_step(message)
                 case KvCommitted():
                     self.metrics.observe_transfer(message.seconds, message.exposed)

@@ -158,6 +158,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     stored: list[bytes] = []
     removed: list[bytes] = []
     seconds: float = 0.0  # of computing
+    prompts_taken: int = 0  # StartPrefill messages that were handled since the engine started; `load` knows them
 
 
 class ReservedPages(msgspec.Struct, frozen=True, tag=True):

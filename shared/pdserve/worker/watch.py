@@ -13,6 +13,7 @@ import structlog
 
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.engine.outputs import Load
+from pdserve.rpc.convert import speed_to_proto
 from pdserve.rpc.convert_trace import answer_get_spans
 from pdserve.rpc.errors import RpcError, abort
 from pdserve.rpc.versions import agree
@@ -267,6 +268,8 @@ def load_to_proto(load: Load) -> worker_pb2.WorkerLoad:
         prefix_hits=load.prefix_hits,
         computed_tokens=load.computed_tokens,
         sampled_tokens=load.sampled_tokens,
+        pending_prefill_squares=load.pending_prefill_squares,
+        speed=speed_to_proto(load.speed),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from difflib import get_close_matches
 from typing import Any
 
@@ -220,6 +221,13 @@ def test_a_bias_for_the_last_token_id_is_taken() -> None:
         ({"messages": MESSAGES, "top_k": -2}, "top_k"),
         ({"messages": MESSAGES, "priority": 2**31}, "priority"),
         ({"messages": MESSAGES, "metadata": {"a": 1}}, "metadata.a"),
+        ({"messages": MESSAGES, "temperature": 2.01}, "temperature"),
+        ({"messages": MESSAGES, "temperature": -0.01}, "temperature"),
+        ({"messages": MESSAGES, "logit_bias": {"1": "a"}}, "logit_bias"),
+        ({"messages": MESSAGES, "logit_bias": {"1": True}}, "logit_bias"),
+        ({"messages": MESSAGES, "logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"messages": MESSAGES, "metadata": {str(number): "a" for number in range(17)}}, "metadata"),
+        ({"messages": MESSAGES * 16385}, "messages"),
     ],
 )
 def test_wrong_types_are_refused_by_name(body: Any, param: str) -> None:
@@ -235,6 +243,67 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
 
 def test_infinity_is_no_number_here() -> None:
     assert refusal(CompletionBody, b'{"prompt": "a", "temperature": Infinity}').param == "temperature"
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5, 2])
+def test_temperatures_that_openai_has(temperature: float) -> None:
+    assert chat(temperature=temperature).temperature == temperature
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_roles_that_a_message_may_have(role: str) -> None:
+    assert chat(messages=[{"role": role, "content": "a"}]).messages[0].role == role
+
+
+@pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
+@pytest.mark.parametrize(
+    ("role", "code", "words"),
+    [
+        ("robot", "invalid_value", "must be one of system, developer, user, assistant"),
+        ("User", "invalid_value", "must be one of"),
+        ("", "invalid_value", "must be one of"),
+        ("tool", "unsupported_parameter", "not supported yet"),
+        ("function", "unsupported_parameter", "not supported yet"),
+    ],
+)
+def test_a_role_that_nobody_has_is_refused(kind: Any, role: str, code: str, words: str) -> None:
+    """A template would make of it what it likes."""
+    error = refusal(kind, {"messages": [*MESSAGES, {"role": role, "content": "a"}]})
+    assert (error.param, error.code) == ("messages[1].role", code)
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("echo", True, "other than false"),
+        ("tool_choice", "required", 'other than "none" or "auto"'),
+        ("response_format", {"type": "json_object"}, 'other than {"type":"text"}'),
+        ("n", 2, "other than 1"),
+    ],
+)
+def test_what_would_be_taken_is_said_as_json_has_it(field: str, value: Any, words: str) -> None:
+    error = refusal(ChatBody, {"messages": MESSAGES, field: value})
+    assert error.message == f"{field}: not supported yet, {words}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (ChatBody, b'{"messages":[' + b"{}," * 1_000_000 + b"{}]}", "messages[0].role"),
+        (ChatBody, b'{"messages":[' + b"5," * 1_000_000 + b"5]}", "messages[0]"),
+        (CompletionBody, b'{"prompt":"a","stop":[' + b"5," * 1_000_000 + b"5]}", "stop[0]"),
+        (CompletionBody, b'{"prompt":"a","stop_token_ids":[' + b"-1," * 1_000_000 + b"5]}", "stop_token_ids[0]"),
+        (DetokenizeBody, b'{"tokens":[' + b"-1," * 1_000_000 + b"5]}", "tokens[0]"),
+    ],
+    ids=["messages", "no messages", "stop", "stop_token_ids", "tokens"],
+)
+def test_a_million_mistakes_cost_no_more_than_one(kind: Any, body: bytes, param: str) -> None:
+    """Each told by itself they take half a minute, in which nobody else is served, and gigabytes."""
+    begun = time.process_time()
+    error = refusal(kind, body)
+    assert error.param == param and len(error.message) < 200
+    assert time.process_time() - begun < 5.0
 
 
 def test_a_refusal_does_not_repeat_the_prompt() -> None:

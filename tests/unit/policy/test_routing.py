@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pdserve.core.layout import KVLayout
-from pdserve.policy.disaggregation import NoWorker, Rules, holds_prompt
-from pdserve.policy.fleet import FleetView, PlacementRequest, Role, WorkerView
+from pdserve.core.slo import SloTargets
+from pdserve.policy.disaggregation import NoWorker, Protect, Rules, holds_prompt
+from pdserve.policy.estimate import Speed
+from pdserve.policy.fleet import FleetView, LinkFacts, PlacementRequest, Role, WorkerView
 from pdserve.policy.routing import Kind, choose_pair
 
 LAYOUT = KVLayout(16, 2, 2, 16, "float32", bytes(16))
@@ -166,3 +169,132 @@ def test_what_can_never_fit_is_told_at_once() -> None:
 
 def test_an_empty_fleet_waits() -> None:
     assert choose_pair(view(), request()).kind is Kind.WAIT
+
+
+DOWN = [worker("p0", connected=False), worker("d0")]
+
+
+@pytest.mark.parametrize(
+    "fleet, options, rules, kind",
+    [
+        (DOWN, {}, Rules(), Kind.WAIT),
+        (DOWN, {"down_for": 29.9}, Rules(), Kind.WAIT),
+        (DOWN, {"down_for": 30.0}, Rules(), Kind.DOWN),
+        (DOWN, {}, Rules(no_worker=NoWorker.FAIL), Kind.DOWN),
+        (DOWN, {}, Rules(no_worker=NoWorker.LOCAL), Kind.LOCAL),
+        ([worker("p0")], {}, Rules(no_worker=NoWorker.LOCAL), Kind.WAIT),
+        ([worker("p0")], {"down_for": 5.0}, Rules(no_worker=NoWorker.LOCAL, no_worker_seconds=5), Kind.DOWN),
+        ([worker("p0", draining=True)], {"remaining": 1}, Rules(no_worker=NoWorker.FAIL), Kind.DOWN),
+    ],
+)
+def test_without_a_worker_the_rules_say_what_to_do(
+    fleet: list[WorkerView], options: dict[str, Any], rules: Rules, kind: Kind
+) -> None:
+    decision = choose_pair(view(*fleet), request(**options), rules)
+    assert decision.kind is kind and decision.down is (kind is not Kind.LOCAL) and decision.reason
+
+
+SPEED = Speed(step=0.01, token=1e-4, answer=1e-3, read=1e-7, prompts=9, answers=9)
+
+
+def test_seconds_decide_and_not_tokens() -> None:
+    """A worker that is three times as fast is the better choice until it has three times the work."""
+    slow, fast = worker("p0", speed=SPEED), worker("p1", speed=replace(SPEED, step=0.003, token=3e-5))
+    for tokens, chosen in ((100, "p1"), (400, "p0")):
+        busy = replace(fast, reported_prefill_tokens=tokens)
+        assert choose_pair(view(slow, busy, worker("d0")), request(100)).prefill == chosen
+
+
+def test_a_holder_with_a_queue_is_waited_for_only_while_that_is_quicker() -> None:
+    """And from then on there are two holders."""
+    for queue, chosen in ((300, "p0"), (900, "p1")):
+        holder = worker("p0", speed=SPEED, reported_prefill_tokens=queue, max_num_batched_tokens=4096)
+        other = worker("p1", speed=SPEED, max_num_batched_tokens=4096)
+        found = choose_pair(view(holder, other, worker("d0")), request(1000, held={"p0": 40}))
+        assert found.prefill == chosen, queue
+
+
+def test_of_equal_pairs_the_one_with_the_faster_link_wins() -> None:
+    link = LinkFacts(1e9, "shared-memory")
+    slow = worker("p0", links={"d0": replace(link, bytes_per_second=1e6)}, speed=SPEED)
+    near = worker("p1", links={"d0": link}, speed=SPEED, placed=5)
+    assert choose_pair(view(slow, near, worker("d0")), request(1000)).prefill == "p1"
+
+
+def test_a_stated_target_between_tokens_keeps_prompts_waiting() -> None:
+    """Where nobody stated it, or the time to first token is what is protected, it does not."""
+    full = worker("d0", speed=SPEED, reported_sequences=7)  # one more answer: 18 ms a token
+    targets = SloTargets(10.0, 0.015, 99.0)
+    fleet = view(worker("p0", speed=SPEED), full)
+    assert choose_pair(fleet, request(targets=targets, stated=True)).kind is Kind.WAIT
+    assert choose_pair(fleet, request(targets=targets)).kind is Kind.REMOTE
+    assert choose_pair(fleet, request(targets=targets, stated=True), Rules(protect=Protect.TTFT)).kind is Kind.REMOTE
+    nobody_could = replace(targets, itl=0.001)
+    alone = view(worker("p0", speed=SPEED), worker("d0", speed=SPEED))
+    assert choose_pair(alone, request(targets=nobody_could, stated=True)).kind is Kind.REMOTE
+
+
+def test_which_violation_is_smaller_depends_on_what_is_protected() -> None:
+    """One decode worker is full, the other one's link is slow: protecting gaps takes the slow link, and the reverse."""
+    full = worker("d0", speed=SPEED, reported_sequences=7)
+    far = worker("d1", speed=SPEED, links={})
+    prefill = worker("p0", speed=SPEED, links={"d0": LinkFacts(1e10, "p2p"), "d1": LinkFacts(1e4, "sockets")})
+    asked = request(targets=SloTargets(0.1, 0.015, 99.0))
+    assert choose_pair(view(prefill, full, far), asked, Rules(Protect.ITL, local_prefill=False)).decode == "d1"
+    assert choose_pair(view(prefill, full, far), asked, Rules(Protect.TTFT, local_prefill=False)).decode == "d0"
+
+
+def test_a_prompt_is_computed_where_it_delays_everybody_least() -> None:
+    """By the decode worker while that is idle and the prefill worker is not; by nobody's decode worker that streams to
+    many; never where the rules forbid it."""
+    queue = worker("p0", speed=SPEED, reported_prefill_tokens=500)
+    idle, busy = worker("d0", speed=SPEED), worker("d0", speed=SPEED, reported_sequences=6)
+    assert choose_pair(view(queue, idle), request(100)).kind is Kind.LOCAL
+    assert choose_pair(view(queue, busy), request(100)).kind is Kind.REMOTE
+    assert choose_pair(view(worker("p0", speed=SPEED), idle), request(100)).kind is Kind.REMOTE
+    assert choose_pair(view(queue, idle), request(100), Rules(local_prefill=False)).kind is Kind.REMOTE
+    unmeasured = worker("d0")
+    assert choose_pair(view(queue, unmeasured), request(100)).kind is Kind.REMOTE
+
+
+def test_a_conversation_goes_where_it_was_among_equals() -> None:
+    fleet = view(worker("p0"), worker("p1"), worker("d0"), worker("d1"))
+    found = choose_pair(fleet, request(near=frozenset({"p1", "d1"})))
+    assert (found.prefill, found.decode) == ("p1", "d1")
+    busy = view(worker("p0"), worker("p1", reported_prefill_tokens=100), worker("d0"), worker("d1", placed=3))
+    found = choose_pair(busy, request(near=frozenset({"p1", "d1"})))
+    assert (found.prefill, found.decode) == ("p0", "d1")
+
+
+def test_an_answer_that_would_outgrow_its_worker_goes_where_it_has_room() -> None:
+    small = worker("d0", available_blocks=12)
+    fleet = view(worker("p0"), small, worker("d1", outstanding_tokens=500))
+    assert choose_pair(fleet, request(64, remaining=400, expected=300)).decode == "d1"
+    assert choose_pair(fleet, request(64, remaining=400, expected=50)).decode == "d0"
+
+
+def test_of_a_large_fleet_a_sample_is_looked_at_and_holders_always() -> None:
+    workers = [worker(f"{role}{number}") for role in "pd" for number in range(200)]
+    busy = [replace(w, reported_prefill_tokens=50) if w.worker_id != "p7" else w for w in workers]
+    chosen = {choose_pair(view(*workers), request(draw=draw)).decode for draw in range(100)}
+    assert len(chosen) > 30
+    assert choose_pair(view(*busy), request(640, held={"p7": 39, "p8": 1})).prefill == "p7"
+    assert choose_pair(view(*busy), request(near=frozenset({"p7"}))).prefill == "p7"
+    full = [replace(w, available_blocks=0) if w.worker_id not in ("p3", "d9") else w for w in workers]
+    found = choose_pair(view(*full), request())
+    assert (found.prefill, found.decode) == ("p3", "d9")
+
+
+def test_half_a_second_of_overload_is_spread() -> None:
+    """Two routers that don't know of each other place 500 requests on 40 workers from the same report."""
+    counts: dict[str, int] = {}
+    for router in range(2):
+        pool = {f"d{number}": worker(f"d{number}", max_num_seqs=64, available_blocks=2000, total_blocks=2000)
+                for number in range(40)}  # fmt: skip
+        for draw in range(250):
+            found = choose_pair(view(worker("p0"), *pool.values()), request(draw=draw * 2 + router)).decode
+            assert found is not None
+            old = pool[found]
+            pool[found] = replace(old, sequences=old.sequences + 1, outstanding_tokens=old.outstanding_tokens + 64)
+            counts[found] = counts.get(found, 0) + 1
+    assert max(counts.values()) <= 1.3 * 500 / 40

@@ -106,10 +106,10 @@ async def test_a_request_has_what_a_call_of_its_own_has() -> None:
     async def handler(request: pb.GenerateRequest, context: Any) -> None:
         seen[request.text] = dict(context.invocation_metadata()), context.time_remaining()
 
-    given = begin(1, request={"text": "a"}, time_remaining_ms=5000, traceparent="00-x")
+    given = begin(1, request={"text": "a"}, time_remaining_ms=5000, traceparent="00-x", tenant_id="a")
     await served(handler, given, begin(2, request={"text": "b"}))
     metadata, remaining = seen["a"]
-    assert metadata == {"traceparent": "00-x"} and 4 < remaining <= 5
+    assert metadata == {"traceparent": "00-x", "x-tenant-id": "a"} and 4 < remaining <= 5
     assert seen["b"] == ({}, None)
 
 

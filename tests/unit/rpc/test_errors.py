@@ -18,6 +18,8 @@ from pdserve.core.errors import (
     ModelError,
     NoCapacity,
     PdserveError,
+    TenantLimited,
+    TooLate,
     Unavailable,
     UnknownModel,
 )
@@ -52,6 +54,8 @@ async def pair() -> AsyncIterator[tuple[Failing, Client]]:
         (InvalidRequest("sampling.top_p", "must be in (0, 1], got 2 — ☃"), grpc.StatusCode.INVALID_ARGUMENT),
         (UnknownModel("no model 'x'"), grpc.StatusCode.NOT_FOUND),
         (NoCapacity("full", 1.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (TenantLimited("yours", 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (TooLate("late", 0.25), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (NoCapacity("full"), grpc.StatusCode.RESOURCE_EXHAUSTED),
         (Unavailable("gone"), grpc.StatusCode.UNAVAILABLE),
         (ModelError("bad file"), grpc.StatusCode.FAILED_PRECONDITION),

@@ -12,6 +12,7 @@ from pdserve.simulator.cache_study import hit_rate, prefill_seconds
 from pdserve.simulator.costs import MOONCAKE, CostModel, Fitted, Hardware, ModelShape, Roofline, Table
 from pdserve.simulator.workload import Arrival
 
+PERF_MODEL = Path(__file__).parents[4] / "shared" / "traces" / "splitwise" / "perf_model.csv"
 A100 = Hardware(312e12, 2.039e12)
 LLAMA70B = ModelShape(70e9, 80, 8192, 1024)
 # Splitwise, Llama2-70B on 8 H100: a few of its points (tokens, seconds).
@@ -33,6 +34,12 @@ def test_large_batches_have_coefficients_of_their_own() -> None:
     cost = Fitted((0, 0, 0), (20.0, 0, 0.1), (7.0, 0, 0.2), threshold=95)
     assert cost.step((), 94, 0) == pytest.approx(0.0294)
     assert cost.step((), 95, 0) == pytest.approx(0.026)
+
+
+def test_no_step_is_faster_than_a_pass_over_the_weights() -> None:
+    """A line through long prompts may go below 0 at short ones; time never does."""
+    assert MOONCAKE.step([(0, 1)], 0, 0) == pytest.approx(0.0263)
+    assert MOONCAKE.step([(8000, 1)], 3, 100) >= MOONCAKE.step((), 3, 100)
 
 
 @pytest.mark.parametrize("cost", [MOONCAKE, Fitted((0.0, 0.1, 7e-6), (20.0, 6e-4, 0.04))])
@@ -68,13 +75,83 @@ def test_roofline_of_a_known_machine() -> None:
 
 
 def test_table_is_piecewise_linear() -> None:
-    """Between points, at them, below the first and beyond the last; a mixed step takes a tenth more."""
+    """At points, between them, and on the line through the last two of each end; a mixed step is that of all its
+    tokens, and a tenth more."""
     assert SPLITWISE.step([(0, 512)], 0, 0) == pytest.approx(0.06)
     assert SPLITWISE.step([(0, 1280)], 0, 0) == pytest.approx(0.13)
-    assert SPLITWISE.step([(0, 1)], 0, 0) == pytest.approx(0.03)
-    assert SPLITWISE.step([(0, 4096)], 0, 0) == pytest.approx(0.4)
-    assert SPLITWISE.step([(0, 512)], 8, 9999) == pytest.approx(0.066)
+    assert SPLITWISE.step([(0, 64)], 0, 0) == pytest.approx(0.025)
+    assert SPLITWISE.step([(0, 3584)], 0, 0) == pytest.approx(0.34)
+    assert SPLITWISE.step([(0, 504)], 8, 9999) == pytest.approx(0.066)
     assert SPLITWISE.step((), 16, 9999) == pytest.approx(0.024)
+    assert Table(((100, 1), (200, 9)), ((1, 1), (2, 1))).step([(0, 1)], 0, 0) == 0
+
+
+PERF_COLUMNS = "model,hardware,prompt_size,batch_size,token_size,prompt_time,token_time,tensor_parallel"
+# Two of Splitwise's combinations, with single measurements that are far off.
+PERF_ROWS = """
+llama2-70b,h100-80gb,128,1,128,58,30,8
+llama2-70b,h100-80gb,128,1,128,59,31,8
+llama2-70b,h100-80gb,128,1,128,900,900,8
+llama2-70b,h100-80gb,512,1,128,54,30,8
+llama2-70b,h100-80gb,512,2,128,77,30.5,8
+llama2-70b,h100-80gb,512,64,128,2936,50,8
+llama2-70b,h100-80gb,1024,1,128,79,30,8
+llama2-70b,h100-80gb,512,1,128,111,40,2
+llama2-70b,a100-80gb,512,1,128,93,45,8
+"""
+
+
+def test_splitwise_table(tmp_path: Path) -> None:
+    """Medians by tokens of prompt and by answers, in seconds; of the wanted model, hardware and devices alone."""
+    path = tmp_path / "perf_model.csv"
+    path.write_text(PERF_COLUMNS + PERF_ROWS)
+    table = Table.splitwise(path, "llama2-70b", "h100-80gb")
+    # 512 x 2 and 1024 x 1 are as many tokens.
+    assert table.prompt == ((128, 0.059), (512, 0.054), (1024, 0.078), (32768, 2.936))
+    assert table.token == ((1, 0.030), (2, 0.0305), (64, 0.05))
+    with pytest.raises(ConfigError, match="has not llama2-70b on 4 h100-80gb; it has llama2-70b on 2 h100-80gb, "):
+        Table.splitwise(path, "llama2-70b", "h100-80gb", 4)
+    path.write_text("model,hardware\nllama2-70b,h100-80gb\n")
+    with pytest.raises(ConfigError, match="no table of Splitwise's"):
+        Table.splitwise(path, "llama2-70b", "h100-80gb")
+    with pytest.raises(ConfigError, match="cannot read"):
+        Table.splitwise(tmp_path / "none.csv", "llama2-70b", "h100-80gb")
+
+
+def test_splitwise_own_reading_of_its_table(tmp_path: Path) -> None:
+    """Its simulator takes decode times by tokens of prompt, and looks them up by answers, so that 64 of them take as
+    long as 128 tokens do, or so."""
+    path = tmp_path / "perf_model.csv"
+    path.write_text(PERF_COLUMNS + PERF_ROWS)
+    table = Table.splitwise(path, "llama2-70b", "h100-80gb", by_tokens=True)
+    assert table.token == ((128, 0.031), (512, 0.03), (1024, 0.03025), (32768, 0.05))
+    assert table.step((), 64, 10**6) == pytest.approx(0.031 + 64 / 384 * 0.001)
+    plain = Table.splitwise(path, "llama2-70b", "h100-80gb")
+    assert plain.step((), 64, 10**6) == 0.05 and plain.prompt == table.prompt
+
+
+@pytest.mark.skipif(not PERF_MODEL.exists(), reason="Splitwise's measurements are not beside the repository")
+@pytest.mark.parametrize(
+    ("model", "devices"), [("llama2-70b", 2), ("llama2-70b", 4), ("llama2-70b", 8), ("bloom-176b", 8)]
+)
+def test_splitwise_capped_h100_is_derived_from_the_uncapped(model: str, devices: int) -> None:
+    """Prompts take 1.3 times as long under the cap, answers as long; and an A100 is slower at both."""
+    capped, full, old = (
+        Table.splitwise(PERF_MODEL, model, hardware, devices)
+        for hardware in ("h100-80gb-pcap", "h100-80gb", "a100-80gb")
+    )
+    for tokens in (100, 512, 700, 2048, 8192, 40000):
+        assert capped.step([(0, tokens)], 0, 0) == pytest.approx(1.3 * full.step([(0, tokens)], 0, 0))
+    assert capped.token == full.token
+    assert old.step([(0, 2048)], 0, 0) > full.step([(0, 2048)], 0, 0) and old.step((), 32, 0) > full.step((), 32, 0)
+
+
+@pytest.mark.skipif(not PERF_MODEL.exists(), reason="Splitwise's measurements are not beside the repository")
+def test_splitwise_measurements() -> None:
+    """Llama2-70B on 8 H100: medians of its rows, in ms."""
+    table = Table.splitwise(PERF_MODEL, "llama2-70b", "h100-80gb")
+    assert 1e3 * table.step([(0, 2048)], 0, 0) == pytest.approx(134.4, abs=0.1)
+    assert 1e3 * table.step((), 64, 0) == pytest.approx(50.2, abs=0.1)
 
 
 def test_distserve_profile(tmp_path: Path) -> None:

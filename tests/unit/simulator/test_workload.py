@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.simulator.simulation import block_hashes
+from pdserve.simulator.request import block_hashes
 from pdserve.simulator.workload import Arrival, Lengths, Synthetic, read_trace, repeat, scale
 
 

@@ -1,0 +1,135 @@
+"""The door: what a tenant may have, and whether a request would come too late. Who is refused here has cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import structlog
+
+from pdserve.core.errors import TenantLimited, TooLate
+from pdserve.policy.admission import Admission, Target, admit
+from pdserve.policy.fleet import PlacementRequest
+from pdserve.policy.forecast import Ahead
+from pdserve.policy.limits import Limit, Refusal, TenantLimits
+from pdserve.policy.routing import Decision, Kind
+from pdserve.router.config import RouterSettings
+from pdserve.router.fleet import Fleet
+from pdserve.router.measure import Measure
+from pdserve.router.models import ServedModel
+from pdserve.router.validate import ResolvedRequest
+from pdserve.router.waiting import Wishes
+from pdserve.v1 import inference_pb2
+
+log = structlog.get_logger(__name__)
+
+AheadOf = Callable[[ServedModel, Wishes, int], Ahead]
+"""What waits for a model and goes before a new request with such wishes and such a priority."""
+ExpectedOf = Callable[[ServedModel], int]
+"""Tokens that an answer probably has; 0: not known yet."""
+
+
+class Door:
+    """One router's. Each router counts for itself: with several, a tenant has its limits at each of them."""
+
+    def __init__(self, settings: RouterSettings, fleet: Fleet, ahead: AheadOf, expected: ExpectedOf) -> None:
+        self.settings, self.fleet, self.ahead, self.expected = settings, fleet, ahead, expected
+        self.limits = TenantLimits(settings.tenant_max_requests, settings.tenant_tokens_per_minute)
+
+    @asynccontextmanager
+    async def entered(self, wishes: Wishes, stated: frozenset[Target], measure: Measure) -> AsyncIterator[Visit]:
+        """A request's scope, from its arrival to its end. Raises TenantLimited."""
+        began, visit = _now(), Visit(self, wishes, stated, measure)
+        visit.check(self.limits.enter(wishes.tenant, began))
+        try:
+            yield visit
+        finally:
+            now = _now()
+            self.limits.settle(wishes.tenant, visit.taken, visit.used, now)
+            self.limits.leave(wishes.tenant, now - began)
+
+
+@dataclass(slots=True)
+class Visit:
+    """One request that has entered. `taken` tokens are charged to its tenant, for a prompt of `prompt_tokens`."""
+
+    door: Door
+    wishes: Wishes
+    stated: frozenset[Target]
+    measure: Measure
+    taken: int = 0
+    prompt_tokens: int = 0
+
+    @property
+    def used(self) -> int:
+        """Tokens that were spent on it by now: none before it was placed."""
+        return self.prompt_tokens + self.measure.timeline.tokens if self.measure.workers else 0
+
+    async def admit(self, resolved: ResolvedRequest, deadline: float) -> None:
+        """Let it in to be placed, or not; `deadline` is in the loop's time. Raises TenantLimited and TooLate."""
+        self._spend(resolved)
+        if self.door.settings.early_rejection == "stated":
+            await self._foresee(resolved, deadline)
+
+    def check(self, refusal: Refusal | None) -> None:
+        """Raises TenantLimited for a refusal."""
+        if refusal is not None:
+            self._tell(refusal.limit, refusal.reason, refusal.retry_after)
+            raise TenantLimited(refusal.reason, refusal.retry_after)
+
+    def _spend(self, resolved: ResolvedRequest) -> None:
+        """Take the prompt's tokens, and as many as its answer probably has."""
+        most, prompt = resolved.spec.params.max_tokens, resolved.spec.prompt_len
+        tokens = prompt + min(most, self.door.expected(resolved.model) or most)
+        self.check(self.door.limits.spend(self.wishes.tenant, tokens, _now()))
+        self.taken, self.prompt_tokens = tokens, prompt
+
+    async def _foresee(self, resolved: ResolvedRequest, deadline: float) -> None:
+        fleet, model, spec = self.door.fleet, resolved.model, resolved.spec
+        request = PlacementRequest(
+            tokens=spec.prompt_len,
+            remaining=spec.params.max_tokens,
+            expected=self.door.expected(model),
+            targets=self.wishes.targets,
+            stated=bool(self.stated),
+            waited=self.measure.timeline.waited,
+            draw=self.measure.timeline.arrived,
+        )
+        admission = self._ask(resolved, request, deadline)
+        if not admission.admitted:  # then what is cached decides, and is worth hashing the prompt for
+            hashes = await fleet.hash_prompt(model, spec.token_ids, spec.cache_salt)
+            admission = self._ask(resolved, replace(request, held=fleet.held(model, hashes)), deadline)
+        if admission.missed is not None:
+            self.measure.decisions.note(Decision(Kind.REJECT, admission.reason), request, time.time_ns())
+            self._tell(admission.missed, admission.reason, admission.retry_after)
+            raise TooLate(admission.reason, admission.retry_after)
+
+    def _ask(self, resolved: ResolvedRequest, request: PlacementRequest, deadline: float) -> Admission:
+        door, model = self.door, resolved.model
+        ahead = door.ahead(model, self.wishes, resolved.spec.priority)
+        rules, left = door.settings.rules, deadline - _now()
+        return admit(door.fleet.view(model), request, ahead, rules, stated=self.stated, time_left=left)
+
+    def _tell(self, why: Limit | Target, reason: str, retry_after: float) -> None:
+        self.measure.turned_away(why)
+        log.info(
+            "turned_away", why=why.value, reason=reason, retry_after=round(retry_after, 3), tenant=self.wishes.tenant
+        )
+
+
+def stated_targets(slo: inference_pb2.SloTargets, settings: RouterSettings) -> frozenset[Target]:
+    """The targets that the request names, or that somebody set for the router. What is left only measures."""
+    names = {Target.TTFT: "ttft_ms", Target.ITL: "itl_ms"}
+    said = settings.model_fields_set
+    return frozenset(
+        target
+        for target, name in names.items()
+        if slo.HasField(name) or f"slo_{name}" in said  # type: ignore[arg-type]
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

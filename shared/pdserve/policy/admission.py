@@ -1,0 +1,110 @@
+"""Whether a request is taken in at all: one that would come too late is told so at once, before it costs anything.
+
+It is judged by the load there will be when its prompt is through, not by the load of now. A decode worker that is full
+now may have ended half its answers by then, and one that is empty may be promised to all who wait ahead; refusing by
+the load of now makes fleets swing between refusing everybody and taking in too many (Mooncake, FAST 2025, section 6).
+
+Nobody is refused on a guess. Only measured speeds count, only targets that somebody stated, and the request's deadline;
+and only where a fleet with nobody else in it would have kept them. So a refusal always means that there is load, which
+goes away: an estimate that is wrong can be corrected, because somebody is being served.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdserve.policy.disaggregation import Protect, Rules
+from pdserve.policy.fleet import FleetView, PlacementRequest
+from pdserve.policy.forecast import Ahead, Forecast
+from pdserve.policy.routing import DEFAULT_RULES
+
+RETRY_MIN, RETRY_MAX = 0.1, 30.0  # seconds, bounds of what a refused request is told to wait
+_STEPS = 12  # halvings of RETRY_MAX: to 10 ms
+
+
+class Target(StrEnum):
+    """What would not be kept."""
+
+    TTFT = "ttft"
+    ITL = "itl"
+    DEADLINE = "deadline"
+
+
+BOTH = (Target.TTFT, Target.ITL)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """`missed` is what would not be kept; None: it is admitted. `ttft` and `gap` are predictions in seconds, None where
+    there is nothing measured to predict from. `retry_after`, in seconds, is when it would be kept again, if nothing
+    else came."""
+
+    reason: str
+    missed: Target | None = None
+    ttft: float | None = None
+    gap: float | None = None
+    retry_after: float = 0.0
+
+    @property
+    def admitted(self) -> bool:
+        return self.missed is None
+
+
+def admit(
+    view: FleetView,
+    request: PlacementRequest,
+    ahead: Ahead,
+    rules: Rules = DEFAULT_RULES,
+    *,
+    stated: Collection[Target] = BOTH,
+    time_left: float = math.inf,
+) -> Admission:
+    """Decide for one request at the door. `stated` are those of its targets that somebody asked for (none are, where
+    `request.stated` is not set); `time_left` is the time to its deadline, in seconds."""
+    stated = stated if request.stated else ()
+    forecast = Forecast(view, request, ahead, rules)
+    times = forecast.ttft()
+    if times is None:
+        return Admission("nothing is known yet of how fast prompts are computed")
+    ttft, idle = times
+    left = request.targets.ttft - request.waited if Target.TTFT in stated else math.inf
+    gap, wait = _gap(forecast, request, ttft, left, rules, judged=Target.ITL in stated)
+    misses: list[tuple[float, Target, str]] = []
+    if idle <= time_left < ttft:
+        said = f"its deadline is in {time_left:.3g} s, and the first token would come in {ttft:.3g} s"
+        misses.append((ttft - time_left, Target.DEADLINE, said))
+    if idle <= left < ttft:
+        asked = f"{1e3 * request.targets.ttft:g} ms to the first token"
+        misses.append((ttft - left, Target.TTFT, f"{asked} would not be kept: it would come in {1e3 * ttft:.0f} ms"))
+    if wait > 0 and gap is not None:
+        asked = f"{1e3 * request.targets.itl:g} ms between tokens"
+        misses.append((wait, Target.ITL, f"{asked} would not be kept: it would be {1e3 * gap:.1f} ms"))
+    if not misses:
+        return Admission("its targets would be kept, or none were stated", None, ttft, gap)
+    _, missed, said = misses[0]
+    retry_after = min(RETRY_MAX, max(RETRY_MIN, *(seconds for seconds, _, _ in misses)))
+    return Admission(f"{said}; {ahead.count} requests wait ahead", missed, ttft, gap, retry_after)
+
+
+def _gap(
+    forecast: Forecast, request: PlacementRequest, ttft: float, left: float, rules: Rules, *, judged: bool
+) -> tuple[float | None, float]:
+    """What would lie between its tokens, and for how long that is above the target; 0 where it is not, or not `judged`.
+
+    Where gaps are protected the router holds the request until some decode worker has room for its tokens in time, as
+    long as the first one may still come: the load of that moment decides.
+    """
+    if not forecast.knows_gaps:
+        return None, 0.0
+    moment = max(ttft, left) if rules.protect is Protect.ITL and left < math.inf else ttft
+    gap, target = forecast.gap(moment), request.targets.itl
+    if not judged or gap <= target or forecast.idle_gap > target:
+        return gap, 0.0
+    least, most = 0.0, RETRY_MAX
+    for _ in range(_STEPS):
+        middle = (least + most) / 2
+        least, most = (least, middle) if forecast.gap(moment + middle) <= target else (middle, most)
+    return gap, most

@@ -1,0 +1,89 @@
+"""What the door makes of settings and requests, and of a refusal."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.core.slo import Outcome, SloTargets, Verdict
+from pdserve.policy.admission import Target
+from pdserve.policy.limits import Limit
+from pdserve.router.admission import stated_targets
+from pdserve.router.config import RouterSettings
+from pdserve.router.measure import Measure
+from pdserve.router.meter import Ended, Meter
+from pdserve.rpc.tenant import ANONYMOUS, check_tenant
+from pdserve.v1 import inference_pb2
+
+TARGETS = SloTargets(0.5, 0.05, 99.0)
+
+
+@pytest.mark.parametrize(
+    "flags, asked, stated",
+    [
+        ([], {}, []),
+        ([], {"ttft_ms": 300.0}, [Target.TTFT]),
+        ([], {"itl_ms": 20.0}, [Target.ITL]),
+        (["--slo-itl-percentile", "95"], {}, []),
+        (["--slo-ttft-ms", "300"], {}, [Target.TTFT]),
+        (["--slo-itl-ms", "50"], {}, [Target.ITL]),  # the default's value, but somebody meant it
+        (["--slo-ttft-ms", "300"], {"itl_ms": 20.0}, [Target.TTFT, Target.ITL]),
+    ],
+)
+def test_a_target_is_stated_where_somebody_named_it(
+    flags: list[str], asked: dict[str, float], stated: list[Target]
+) -> None:
+    settings = RouterSettings.load(flags)
+    assert stated_targets(inference_pb2.SloTargets(**asked), settings) == set(stated)
+
+
+def test_a_variable_states_a_target_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_SLO_TTFT_MS", "300")
+    assert stated_targets(inference_pb2.SloTargets(), RouterSettings.load([])) == {Target.TTFT}
+
+
+@pytest.mark.parametrize("tenant", [ANONYMOUS, "a", "team 7/~", "x" * 128])
+def test_a_tenant_is_printable_and_short(tenant: str) -> None:
+    assert check_tenant(tenant) == tenant
+
+
+@pytest.mark.parametrize(
+    "tenant, said", [("x" * 129, "at most 128 characters, got 129"), ("é", "printable"), ("a\n", "printable")]
+)
+def test_what_cannot_be_a_tenant_is_told(tenant: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"x-tenant-id: .*{said}") as caught:
+        check_tenant(tenant)
+    assert caught.value.field == "x-tenant-id"
+
+
+class Heard(Meter):
+    def __init__(self) -> None:
+        self.why: list[tuple[str, Limit | Target]] = []
+        self.ends: list[tuple[Outcome, Verdict | None]] = []
+
+    def turned_away(self, model: str, why: Limit | Target) -> None:
+        self.why.append((model, why))
+
+    def ended(self, ended: Ended) -> None:
+        self.ends.append((ended.outcome, ended.verdict))
+
+
+@pytest.mark.parametrize(
+    "why, end",
+    [
+        (Limit.REQUESTS, (Outcome.REFUSED, None)),
+        (Limit.TOKENS, (Outcome.REFUSED, None)),
+        (Target.TTFT, (Outcome.FAILED, Verdict.FAILED)),
+        (Target.DEADLINE, (Outcome.FAILED, Verdict.FAILED)),
+    ],
+)
+def test_a_tenant_s_limit_is_not_the_deployment_s_failure(
+    why: Limit | Target, end: tuple[Outcome, Verdict | None]
+) -> None:
+    heard = Heard()
+    measure = Measure([heard], "chat")
+    measure.started("tiny", TARGETS)
+    measure.turned_away(why)
+    measure.failed(grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert heard.why == [("tiny", why)] and heard.ends == [end]
