@@ -92,8 +92,9 @@ def decide_us(count: int, decisions: int = 300) -> float:
         workers[name].take_delta(report(name, [], numbers[name]))
         began = time.perf_counter()
         request = PlacementRequest(PROMPT_TOKENS, 500, fleet.held(model, hashes), expected=200, draw=draw)
-        decision = choose_pair(fleet.view(model), request)
-        assignment = assign(fleet, decision, request)
+        view = fleet.view(model)
+        decision = choose_pair(view, request)
+        assignment = assign(fleet, view, decision, request)
         seconds.append(time.perf_counter() - began)
         assert assignment is not None, decision
         assignment.release()

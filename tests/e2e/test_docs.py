@@ -155,19 +155,23 @@ class Background:
         assert self._process.stdout is not None
         while line := (await self._process.stdout.readline()).decode():
             self._said.append(line)
-            if _says_ready(line, "prefix_cache" in self.command):
+            if _says_ready(line, self.command):
                 self._ready.set()
 
 
-def _says_ready(line: str, when_bound: bool) -> bool:
-    """Whether a line of `pdserve serve`, or of a service's log, says that it can work."""
+def _says_ready(line: str, command: str) -> bool:
+    """Whether a line of `pdserve serve`, or of a service's log, says that it can work. A suite also hands on what its
+    services log, and the first of them is ready before the others."""
     if line.startswith("ready at"):
         return True
     try:
         event = json.loads(line)
     except ValueError:
         return False
-    return event.get("event") == "ready" or event.get("ready") is True or (when_bound and event.get("event") == "bound")
+    if event.get("ready") is True:
+        return True
+    alone = "ready" if "prefix_cache" not in command else "bound"
+    return "pdserve serve" not in command and event.get("event") == alone
 
 
 @asynccontextmanager

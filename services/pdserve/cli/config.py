@@ -43,6 +43,10 @@ def check(
     A file's name says which service it is for (router.yaml, decode-2.yaml), unless --service does. Ends with 2 where
     anything is wrong. Secrets are masked.
     """
+    _known(service)
+    for file in files or ():
+        if not file.is_file():
+            fail(f"{file}: there is no such file", code=_WRONG)
     wanted: list[tuple[Path | None, str]] = [(file, _known(service) or _service_of(file)) for file in files or ()]
     if not files:
         wanted = [(None, _known(service) or fail("name a file, or a --service whose variables to check", code=_WRONG))]

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, run, say_retry
+from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, router
 from pdserve.core.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from pdserve.client import Event, EventStream, Finish, Prompt
+    from pdserve.client import Client, Event, EventStream, Finish, Prompt
 
 # For whoever asks from a terminal. The API's own default is all that fit: some models do not end by themselves.
 DEFAULT_MAX_TOKENS = 256
@@ -46,7 +48,8 @@ def generate(
         int | None, typer.Option(min=0, help="Log-probabilities of each token and of so many likely ones; with --json.")
     ] = None,
     cache_salt: Annotated[str, typer.Option(help="Requests with different salts share no cached KV.")] = "",
-    timeout: Annotated[float | None, typer.Option(help="Seconds that the request may take.")] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="How long the request may take.")] = None,
+    connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
 ) -> None:
     """Generate text and print it as it comes. Ctrl-C cancels the request on the server too."""
     if logprobs is not None and not as_json:
@@ -71,7 +74,8 @@ def generate(
         "cache_salt": cache_salt,
         "timeout": timeout,
     }
-    run(_generate(target, as_prompt(text, chat, system), options, as_json, by_default=max_tokens is None))
+    asking = router(target, connect_timeout, serving=True, on_retry=say_retry)
+    run(_generate(asking, as_prompt(text, chat, system), options, as_json, by_default=max_tokens is None))
 
 
 def as_prompt(text: str, chat: bool, system: str | None) -> Prompt:
@@ -82,11 +86,17 @@ def as_prompt(text: str, chat: bool, system: str | None) -> Prompt:
     return [*messages, {"role": "user", "content": text}]
 
 
-async def _generate(target: str, prompt: Prompt, options: dict[str, Any], as_json: bool, by_default: bool) -> None:
+async def _generate(
+    asking: AbstractAsyncContextManager[Client],
+    prompt: Prompt,
+    options: dict[str, Any],
+    as_json: bool,
+    by_default: bool,
+) -> None:
     """Print one answer. `by_default`: nobody asked for this max_tokens, so it gives way where it does not fit."""
-    from pdserve.client import Client, FinishReason
+    from pdserve.client import FinishReason
 
-    async with Client(target, on_retry=say_retry) as client:
+    async with asking as client:
         try:
             finish = await _print(client.generate(prompt, **options), as_json)
         except InvalidRequest as error:

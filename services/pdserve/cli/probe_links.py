@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, parse_size, run, show_table
+from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, router
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.fabric import needed_bandwidth, say_bytes, say_rate, verdict
 
@@ -83,6 +84,7 @@ def links(
     ] = [],  # noqa: B006  nobody changes it
     bytes_per_size: Annotated[str, typer.Option("--bytes", help="How much to send for each size.")] = "32MiB",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a pair, a line each.")] = False,
+    connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
 ) -> None:
     """Measure the link of each prefill worker to each decode worker of its model: bandwidth by frame size, round trip.
 
@@ -96,7 +98,7 @@ def links(
     reports: list[PairReport] = []
 
     async def main() -> None:
-        reports.extend(await probe(target, sizes, size))
+        reports.extend(await probe(target, sizes, size, connect_timeout))
 
     run(main())
     if as_json:
@@ -108,11 +110,11 @@ def links(
         raise typer.Exit(1)
 
 
-async def probe(target: str, frame_bytes: Sequence[int], bytes_per_size: int) -> list[PairReport]:
+async def probe(
+    target: str, frame_bytes: Sequence[int], bytes_per_size: int, connect_timeout: float = DEFAULT_CONNECT_TIMEOUT
+) -> list[PairReport]:
     """Probe all pairs of the fleet of the router at `target`, one after the other. Raises Unavailable for no pair."""
-    from pdserve.client import Client
-
-    async with Client(target) as client:
+    async with router(target, connect_timeout) as client:
         pairs = pairs_of(await client.fleet())
         if not pairs:
             raise Unavailable("this fleet has no prefill worker with a decode worker of the same model now")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, run, show_table
+from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, router
 from pdserve.core.errors import Unavailable
 from pdserve.policy.estimate import Speed
 
@@ -44,6 +45,7 @@ def speed(
         int, typer.Option(min=0, help="Send so many prompts of random tokens first, for workers to learn from.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a worker, a line each.")] = False,
+    connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
 ) -> None:
     """Show what each worker learned of how long its steps take. `--json` is what `pdserve simulate --measured` reads.
 
@@ -53,7 +55,7 @@ def speed(
     reports: list[SpeedReport] = []
 
     async def main() -> None:
-        reports.extend(await probe(target, requests))
+        reports.extend(await probe(target, requests, connect_timeout))
 
     run(main())
     if as_json:
@@ -74,11 +76,9 @@ def speed(
         raise typer.Exit(1)
 
 
-async def probe(target: str, requests: int) -> list[SpeedReport]:
+async def probe(target: str, requests: int, connect_timeout: float = DEFAULT_CONNECT_TIMEOUT) -> list[SpeedReport]:
     """What the workers of the router at `target` know, after `requests` for each of its models. Raises Unavailable."""
-    from pdserve.client import Client
-
-    async with Client(target) as client:
+    async with router(target, connect_timeout) as client:
         fleet = await _workers(client)
         for model in dict.fromkeys(worker.model for worker in fleet) if requests else ():
             await _teach(client, next(worker for worker in fleet if worker.model == model), requests)

@@ -40,7 +40,7 @@ async def router(
 
 
 async def _wait(target: str, seconds: float, serving: bool) -> None:
-    said = asyncio.get_running_loop().call_later(SAY_AFTER, typer.echo, f"waiting for {target} ...", None, True, True)
+    said = asyncio.get_running_loop().call_later(SAY_AFTER, lambda: typer.echo(f"waiting for {target} ...", err=True))
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):

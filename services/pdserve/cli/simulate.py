@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -70,7 +71,7 @@ def simulate(
     from pdserve.simulator.drawing import Drawing
     from pdserve.simulator.flags import Flags, parse_changes
     from pdserve.simulator.report import Report
-    from pdserve.simulator.rows import LATENCIES, figure_rows, latency_rows
+    from pdserve.simulator.rows import LATENCIES, figure_rows, latency_rows, tenants
     from pdserve.simulator.simulation import Simulation
 
     said = Flags(
@@ -103,12 +104,14 @@ def simulate(
     except InvalidRequest as error:
         fail(f"a request can never be served: {error}")
     report, took = Report.of(simulation, settings.targets()), time.perf_counter() - began
+    by_tenant = tenants(simulation.requests)
     if plot and draw:
         draw(plot, Drawing.of(settings.title(), simulation, report, settings.targets()))
     if as_json:
-        typer.echo(json.dumps({**report.as_dict(), "simulation_seconds": took}))
+        shares = {name: dataclasses.asdict(tenant) for name, tenant in by_tenant.items()}
+        typer.echo(json.dumps({**report.as_dict(), "tenants": shares, "simulation_seconds": took}))
         return
-    show_table("", LATENCIES, latency_rows(report), numbers=range(1, len(LATENCIES)))
+    show_table("", LATENCIES, latency_rows(report, by_tenant), numbers=range(1, len(LATENCIES)))
     show_table("", ("", ""), figure_rows(report, settings.targets()), numbers=())
     typer.echo(f"{report.requests} requests, {report.seconds:.0f} s simulated in {took:.1f} s", err=True)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, run, show_table
+from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, router
 from pdserve.core.fabric import say_bytes
 
 if TYPE_CHECKING:
@@ -23,16 +24,17 @@ WARNING = "!"
 def status(
     target: Target = DEFAULT_TARGET,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a worker, a line each.")] = False,
+    connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
 ) -> None:
     """Show the workers: roles, load, KV blocks, and the tokens that this router has outstanding on each; then their KV
     links, with ! where one took a slower path than it should."""
-    run(_status(target, as_json))
+    run(_status(target, connect_timeout, as_json))
 
 
-async def _status(target: str, as_json: bool) -> None:
-    from pdserve.client import NO_RETRIES, Client
+async def _status(target: str, connect_timeout: float, as_json: bool) -> None:
+    from pdserve.client import NO_RETRIES
 
-    async with Client(target, retry=NO_RETRIES) as client:
+    async with router(target, connect_timeout, retry=NO_RETRIES) as client:
         fleet = await client.fleet()
     if as_json:
         for worker in fleet:

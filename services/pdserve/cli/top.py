@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, run, stdout_console
+from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, router
 from pdserve.core.errors import PdserveError
 
 if TYPE_CHECKING:
@@ -28,14 +29,15 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, max=60.0, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show one view and end; so does a pipe.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each view, a line each.")] = False,
+    connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
 ) -> None:
     """Watch a fleet: requests and latencies of the last minute as one router saw them; each worker's load, KV memory
     and links. q or Ctrl-C ends it."""
     live = sys.stdout.isatty() and not once
     if as_json:
-        run(_print(target, interval, once=once), interrupted=0)
+        run(_print(target, connect_timeout, interval, once=once), interrupted=0)
     else:
-        run(_live(target, interval) if live else _once(target, interval), interrupted=0)
+        run((_live if live else _once)(target, connect_timeout, interval), interrupted=0)
 
 
 async def look(client: Client, target: str, before: View | None) -> View:
@@ -53,21 +55,18 @@ async def twice(client: Client, target: str, interval: float) -> View:
     return await look(client, target, before)
 
 
-async def _once(target: str, interval: float) -> None:
+async def _once(target: str, connect_timeout: float, interval: float) -> None:
     from pdserve.cli.dashboard import dashboard
-    from pdserve.client import Client
 
-    async with Client(target) as client:
+    async with router(target, connect_timeout) as client:
         view = await twice(client, target, interval)
     console, ascii_only = stdout_console()
     console.print(dashboard(view, console.width, ascii_only=ascii_only))
 
 
-async def _print(target: str, interval: float, *, once: bool) -> None:
+async def _print(target: str, connect_timeout: float, interval: float, *, once: bool) -> None:
     """A line for each look."""
-    from pdserve.client import Client
-
-    async with Client(target) as client:
+    async with router(target, connect_timeout) as client:
         view = await twice(client, target, interval)
         while True:
             typer.echo(json.dumps(dataclasses.asdict(view)))
@@ -78,17 +77,17 @@ async def _print(target: str, interval: float, *, once: bool) -> None:
             view = await look(client, target, view)
 
 
-async def _live(target: str, interval: float) -> None:
+async def _live(target: str, connect_timeout: float, interval: float) -> None:
     """On the whole terminal, until q. A router that does not answer is asked again; what it said last stays."""
     from rich.live import Live
 
     from pdserve.cli.dashboard import dashboard
     from pdserve.cli.view import waiting
-    from pdserve.client import NO_RETRIES, Client
+    from pdserve.client import NO_RETRIES
 
     console, ascii_only = stdout_console()
     quit_key = asyncio.Event()
-    async with Client(target, retry=NO_RETRIES) as client:
+    async with router(target, connect_timeout, retry=NO_RETRIES) as client:
         view = await look(client, target, None)  # a wrong target is told as an error, before the screen is taken
         with _keys(quit_key), Live(console=console, screen=True, auto_refresh=False) as screen:
             while not quit_key.is_set():

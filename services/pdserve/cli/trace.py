@@ -6,14 +6,16 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, run, show_table, stdout_console
+from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, router
 
 if TYPE_CHECKING:
-    from pdserve.client import RequestSummary, Trace
+    from pdserve.client import Client, RequestSummary, Trace
 
 REQUESTS = ("request", "model", "outcome", "workers", "ago", "ms", "first\nms", "in /\nout")
 
@@ -23,16 +25,16 @@ def trace(
     target: Target = DEFAULT_TARGET,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many requests to list.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; a line each for a list.")] = False,
+    connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
 ) -> None:
     """Show one request's spans on router, prefill, decode and prefix cache, on a common time axis. Routers and workers
     remember the latest requests only (--trace-ring)."""
-    run(_trace(target, request_id, as_json) if request_id else _list(target, limit, as_json))
+    asking = router(target, connect_timeout)
+    run(_trace(asking, request_id, as_json) if request_id else _list(asking, target, limit, as_json))
 
 
-async def _trace(target: str, request_id: str, as_json: bool) -> None:
-    from pdserve.client import Client
-
-    async with Client(target) as client:
+async def _trace(asking: AbstractAsyncContextManager[Client], request_id: str, as_json: bool) -> None:
+    async with asking as client:
         found = await client.trace(request_id)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found)))
@@ -56,10 +58,8 @@ def show(found: Trace) -> None:
         console.print(remark, style="red" if remark.startswith("!") else "dim", markup=False)
 
 
-async def _list(target: str, limit: int, as_json: bool) -> None:
-    from pdserve.client import Client
-
-    async with Client(target) as client:
+async def _list(asking: AbstractAsyncContextManager[Client], target: str, limit: int, as_json: bool) -> None:
+    async with asking as client:
         found = await client.traces(limit)
     if as_json:
         for request in found:

@@ -18,6 +18,8 @@ from pdserve.core.errors import (
     InvalidRequest,
     NoCapacity,
     PdserveError,
+    TenantLimited,
+    TooLate,
     Unavailable,
     UnknownModel,
     UnknownRequest,
@@ -37,6 +39,8 @@ _STATUS: dict[grpc.StatusCode, tuple[int, str, str]] = {
     grpc.StatusCode.UNAVAILABLE: (503, _SERVER, "unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, _SERVER, "timeout"),
 }
+# Of the 429s, those that have a code of their own.
+_REFUSED: dict[type[PdserveError], str] = {TenantLimited: "rate_limit_exceeded", TooLate: "too_late"}
 _INTERNAL = (500, _SERVER, "internal_error")
 _GROUP = re.compile(r"^(sampling|stopping|response|chat)\.")
 
@@ -110,7 +114,7 @@ def from_pdserve(error: PdserveError, renames: Mapping[str, str] | None = None) 
     retry = error.retry_after if isinstance(error, NoCapacity | Unavailable) else None
     if status in (429, 503) and retry is None:
         retry = UNAVAILABLE_RETRY
-    return ApiError(status, str(error), kind=kind, code=code, retry_after=retry)
+    return ApiError(status, str(error), kind=kind, code=_REFUSED.get(type(error), code), retry_after=retry)
 
 
 def _param(field: str, renames: Mapping[str, str]) -> str | None:

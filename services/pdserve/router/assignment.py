@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.policy.fleet import PlacementRequest
+from pdserve.policy.fleet import FleetView, PlacementRequest
 from pdserve.policy.routing import Decision
 from pdserve.router.fleet import Fleet
 from pdserve.router.ledger import Entry, Work
@@ -35,30 +35,29 @@ class Assignment:
                 entry.close()
 
 
-def assign(fleet: Fleet, decision: Decision, request: PlacementRequest) -> Assignment | None:
-    """Account for a decision. None: a worker went away between the view and now."""
-    view, assignment = None, Assignment(decision, None, None, None, None)
+def assign(fleet: Fleet, view: FleetView, decision: Decision, request: PlacementRequest) -> Assignment | None:
+    """Account for a decision that was made on `view`. None: a worker went away between the view and now."""
+    assignment = Assignment(decision, None, None, None, None)
     for worker_id, decoding in ((decision.prefill, False), (decision.decode, True)):
         if worker_id is None:
             continue
-        worker = fleet.by_id(worker_id)
-        view = worker.view() if worker is not None else None
-        if worker is None or view is None:
+        worker, known = fleet.by_id(worker_id), view.index.get(worker_id)
+        if worker is None or known is None:
             assignment.release()
             return None
-        held = request.held_tokens(view)
+        held = request.held_tokens(known)
         computes = decoding == (decision.prefill is None)
         entry = worker.ledger.add(
             Work(
                 tokens=request.tokens,
                 prefill_tokens=request.tokens - held if computes else 0,
                 prefill_squares=request.tokens**2 - held**2 if computes else 0,
-                blocks=request.blocks(view, decoding=decoding),
+                blocks=request.blocks(known, decoding=decoding),
             )
         )
         if decoding:
             assignment.decode, assignment.decode_entry = worker, entry
-            assignment.decode_tokens_held = request.held.get(worker_id, 0) * view.layout.block_size
+            assignment.decode_tokens_held = request.held.get(worker_id, 0) * known.layout.block_size
         else:
             assignment.prefill, assignment.prefill_entry = worker, entry
     return assignment

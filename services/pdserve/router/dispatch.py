@@ -224,7 +224,7 @@ class Dispatcher:
         return choose_prefill(view, request, item.decode, self._rules)
 
     def _carry_out(self, item: Waiting, decision: Decision, request: PlacementRequest) -> Assignment | None:
-        assignment = assign(self._fleet, decision, request)
+        assignment = assign(self._fleet, self._fleet.view(item.model), decision, request)
         if assignment is not None:
             self._conversations.note(item.wishes.session, assignment)
         return assignment

@@ -144,7 +144,8 @@ class Fleet:
             self.touched(worker)
         if membership:
             self._views, self._by_id, self._silent = {}, None, None
-            self._warn()
+            if worker is not None:
+                self._warn(worker)
             members, self._members = self._members, asyncio.Event()
             members.set()
         for callback in (*self.on_change, *(self.on_membership if membership else ())):
@@ -179,17 +180,15 @@ class Fleet:
             views = self._views[model.name] = ModelViews(members, self.unanswered)
         return views
 
-    def _warn(self) -> None:
-        """Say it once of each worker that nobody can reach by a model's name."""
-        for worker in self.workers:
-            if worker.snapshot is None or worker.role is None or worker.snapshot.incarnation in self._warned:
-                continue
-            if self._models.announced_as(worker.snapshot.model) is None:
-                self._warned.add(worker.snapshot.incarnation)
-                served = [model.name for model in self._models]
-                log.warning(
-                    "worker_without_model", worker_id=worker.worker_id, model=worker.snapshot.model, served=served
-                )
+    def _warn(self, worker: Worker) -> None:
+        """Say it once where nobody can reach a worker by a model's name."""
+        snapshot = worker.snapshot
+        if snapshot is None or worker.role is None or snapshot.incarnation in self._warned:
+            return
+        if self._models.announced_as(snapshot.model) is None:
+            self._warned.add(snapshot.incarnation)
+            served = [model.name for model in self._models]
+            log.warning("worker_without_model", worker_id=worker.worker_id, model=snapshot.model, served=served)
 
     async def _resolve_always(self) -> None:
         """Names change what they stand for without telling, so they are asked again and again."""

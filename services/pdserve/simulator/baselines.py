@@ -74,4 +74,4 @@ def policy(choose: Choose) -> Callable[[FleetView, PlacementRequest], Decision]:
 
 def _room(worker: WorkerView, request: PlacementRequest, *, decoding: bool) -> bool:
     fresh = request.blocks(worker, decoding=decoding)
-    return worker.has_seat and fits(fresh, worker.room, worker.watermark_blocks, worker.reported_sequences > 0)
+    return worker.answers < worker.max_num_seqs and fits(fresh, worker.room, worker.watermark_blocks, worker.reported_sequences > 0)

@@ -11,6 +11,7 @@ from pdserve.core.slo import SloTargets
 from pdserve.policy.fleet import Role
 from pdserve.simulator.report import Report, met, percentile, ttft
 from pdserve.simulator.request import Request
+from pdserve.simulator.rows import Tenant, tenants
 from pdserve.simulator.simulation import Simulation
 
 POINTS = 400  # of a curve; more would not show
@@ -46,6 +47,7 @@ class Drawing:
     `in_flight` is, at each of `times`, how many requests were in each of STAGES. `attainment` is the share that met the
     targets of those that arrived in a window, at its middle; None where nobody did. `busy` is each worker's share of
     the time, by pool, and of its network's busier direction as "links".
+    `tenants` as in `rows`.
     """
 
     title: str
@@ -57,6 +59,7 @@ class Drawing:
     in_flight: list[list[int]]
     attainment: list[tuple[float, float | None]]
     busy: dict[str, list[float]]
+    tenants: dict[str, Tenant]
 
     @classmethod
     def of(cls, title: str, simulation: Simulation, report: Report, targets: SloTargets) -> Drawing:
@@ -84,6 +87,7 @@ class Drawing:
             in_flight=[population(stay, times) for stay in stays],
             attainment=shares_over_time([(r.arrival.at, met(r, targets)) for r in requests], end, WINDOWS),
             busy=pools,
+            tenants=tenants(requests),
         )
 
 

@@ -103,7 +103,7 @@ def _page(drawing: Drawing) -> str:
         figure, out = _figure(drawing, heading=False), io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
-    latencies = _table(latency_rows(drawing.report), LATENCIES)
+    latencies = _table(latency_rows(drawing.report, drawing.tenants), LATENCIES)
     return PAGE.format(
         title=html.escape(drawing.title),
         subtitle=html.escape(_subtitle(drawing)),

@@ -1,22 +1,53 @@
-"""A report as the rows of two tables: latencies, and everything else."""
+"""A report as the rows of two tables: latencies, of all and of each tenant, and everything else."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from pdserve.core.slo import SloTargets
-from pdserve.simulator.report import Report, Spread
+from pdserve.core.slo import Outcome, SloTargets
+from pdserve.simulator.report import Report, Spread, ttft
+from pdserve.simulator.request import Request
 
 LATENCIES = ("", "mean", "p50", "p90", "p99")
 
 
-def latency_rows(report: Report) -> list[tuple[str, ...]]:
-    """Cells in ms, in the order of LATENCIES."""
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What one tenant saw: of its answered requests, in seconds."""
+
+    requests: int
+    ttft: Spread
+    itl: Spread
+
+
+def tenants(requests: Iterable[Request]) -> dict[str, Tenant]:
+    """By name; empty where there are not several."""
+    answered = defaultdict[str, list[Request]](list)
+    for request in requests:
+        if request.outcome is Outcome.ANSWERED:
+            answered[request.arrival.tenant].append(request)
+    if len(answered) < 2:
+        return {}
+    return {
+        name: Tenant(len(own), Spread.of([(ttft(r), 1) for r in own]), Spread.of([gap for r in own for gap in r.gaps]))
+        for name, own in sorted(answered.items())
+    }
+
+
+def latency_rows(report: Report, by_tenant: Mapping[str, Tenant] | None = None) -> list[tuple[str, ...]]:
+    """Cells in ms, in the order of LATENCIES: of all, then of each tenant."""
 
     def cells(name: str, spread: Spread) -> tuple[str, ...]:
         return (name, *(f"{1e3 * value:.1f} ms" for value in dataclasses.astuple(spread)))
 
-    return [cells("time to first token", report.ttft), cells("between tokens", report.itl)]
+    rows = [cells("time to first token", report.ttft), cells("between tokens", report.itl)]
+    for name, tenant in (by_tenant or {}).items():
+        rows += [cells(f"{name or '(no tenant)'}, first token", tenant.ttft)]
+        rows += [cells(f"{name or '(no tenant)'}, between tokens", tenant.itl)]
+    return rows
 
 
 def figure_rows(report: Report, targets: SloTargets) -> list[tuple[str, str]]:

@@ -13,11 +13,13 @@ retries and tracing. What they raise, all of it a PdserveError:
     UnknownModel              no such model here
     UnknownRequest            no such request among the recent ones
     NoCapacity                the fleet is full; may say when to come back. Retried where it does
+    ├── TenantLimited         the tenant has as many requests or tokens as it may have
+    └── TooLate               it would miss what it asked for, for what is ahead of it
     Unavailable               the router cannot be reached, or lacks workers. Retried
     RpcError                  what has no type of its own; has the gRPC code
     └── DeadlineExceeded      `timeout` passed
 
-The first five are in pdserve.core.errors, the others in pdserve.rpc.errors. Retries are logged to the logger
+The first seven are in pdserve.core.errors, the others in pdserve.rpc.errors. Retries are logged to the logger
 "pdserve.client" at info.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Self
 
 from pdserve.core.layout import KVLayout
@@ -76,46 +77,33 @@ class WorkerView:
     node: str = ""
     links: Mapping[str, LinkFacts] = field(default_factory=dict, hash=False)
 
-    @property
-    def usable(self) -> bool:
-        return self.connected and not self.draining
+    # What follows from the above, computed once: a decision reads it of many workers.
+    usable: bool = field(init=False, compare=False)
+    room: int = field(init=False, compare=False)
+    answers: int = field(init=False, compare=False)
+    prefill_backlog: int = field(init=False, compare=False)
+    accepts_prompt: bool = field(init=False, compare=False)
+    load: int = field(init=False, compare=False)
 
-    @property
-    def room(self) -> int:
-        """Blocks that a new sequence may count on."""
-        return self.available_blocks - self.in_flight_blocks
-
-    @property
-    def has_seat(self) -> bool:
-        """Whether one more sequence is within the worker's limit on sequences."""
-        return max(self.sequences, self.reported_sequences) < self.max_num_seqs
-
-    @property
-    def prefill_backlog(self) -> int:
-        """Prompt tokens that wait to be computed here, whoever sent them."""
-        return self.prefill_tokens + self.reported_prefill_tokens
+    def __post_init__(self) -> None:
+        """`room` are the blocks that a new sequence may count on; `answers` the sequences that are here, or will be
+        soon; `prefill_backlog` the prompt tokens that wait to be computed, whoever sent them. A worker with a step's
+        worth of prompts `accepts_prompt` no more: later ones are decided later, with newer views. `load` are the tokens
+        that it has to do with: its backlog, or for a decode worker all that its sequences hold."""
+        backlog = self.prefill_tokens + self.reported_prefill_tokens
+        held = max(self.outstanding_tokens, self.reported_owned_blocks * self.layout.block_size)
+        derive = partial(object.__setattr__, self)  # it is frozen for everybody else
+        derive("usable", self.connected and not self.draining)
+        derive("room", self.available_blocks - self.in_flight_blocks)
+        derive("answers", max(self.sequences, self.reported_sequences))
+        derive("prefill_backlog", backlog)
+        derive("accepts_prompt", backlog < max(1, self.max_num_batched_tokens))
+        derive("load", backlog if self.role is Role.PREFILL else held)
 
     @property
     def backlog_squares(self) -> int:
         """Of what waits to be computed, with what waits in the router for it."""
         return self.prefill_squares + self.reported_prefill_squares + self.claimed_squares
-
-    @property
-    def accepts_prompt(self) -> bool:
-        """A worker with a step's worth of prompts waits for no more: later ones are decided later, with newer views."""
-        return self.prefill_backlog < max(1, self.max_num_batched_tokens)
-
-    @property
-    def answers(self) -> int:
-        """Sequences that are here, or will be soon."""
-        return max(self.sequences, self.reported_sequences)
-
-    @property
-    def load(self) -> int:
-        """Tokens that this worker has to do with: its backlog, or for a decode worker all that its sequences hold."""
-        if self.role is Role.PREFILL:
-            return self.prefill_backlog
-        return max(self.outstanding_tokens, self.reported_owned_blocks * self.layout.block_size)
 
 
 @dataclass(frozen=True, slots=True)

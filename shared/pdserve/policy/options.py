@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 from pdserve.policy.disaggregation import Local, Places, Protect, Rules, holds_prompt
 from pdserve.policy.fleet import FleetView, PlacementRequest, WorkerView
@@ -21,8 +22,7 @@ BEST = 2  # of each pool are looked at in pairs
 STEP = 0.1  # violations that differ by less than this share of the target count as equal
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """A pair, or a decode worker alone (`prefill` None), and its seconds: `queue` and `compute` of the prompt,
     `transfer` that shows, `gap` between tokens. `late` and `slow` are by how much, as a share, the two targets would
     be missed. `accepts`: whether the worker that computes takes prompts now. `cost` decides between equals.
@@ -97,29 +97,39 @@ def _draws(seed: int, size: int) -> Iterator[int]:
         yield (state >> 32) * size >> 32
 
 
-def with_room(workers: Iterable[WorkerView], request: PlacementRequest, *, decoding: bool) -> list[WorkerView]:
-    """Those that are up, not excluded, and have a seat and pages for `request`."""
-    fitting = []
-    for worker in workers:
-        others = worker.answers
+class _Room:
+    """Whether workers that are up have a seat and pages for `request`."""
+
+    def __init__(self, request: PlacementRequest, *, decoding: bool) -> None:
+        self._request, self._decoding = request, decoding
+        self._blocks: dict[tuple[int, int], int] = {}  # workers of one kind need one sum
+
+    def fits(self, worker: WorkerView, held: int) -> bool:
+        """`held` are the leading blocks that the worker has in its cache."""
+        request, others = self._request, worker.answers
         if not worker.usable or others >= worker.max_num_seqs or worker.worker_id in request.excluded:
-            continue
+            return False
+        kind = worker.layout.block_size, worker.lookahead_tokens
+        blocks = self._blocks.get(kind)
+        if blocks is None:
+            blocks = self._blocks[kind] = request.blocks(worker, decoding=self._decoding)
         # A held block costs nothing where others use it too. Where nobody does it is part of the room that is counted,
         # and the worker, which knows, may refuse; whoever was refused once waits until there is room in any case.
-        held = 0 if request.was_refused else request.held_tokens(worker) // worker.layout.block_size
-        fresh = min(request.blocks(worker, decoding=decoding), worker.total_blocks) - held
-        if fits(fresh, worker.room, worker.watermark_blocks, others > 0):
-            fitting.append(worker)
-    return fitting
+        fresh = min(blocks, worker.total_blocks) - (0 if request.was_refused else held)
+        return fits(fresh, worker.room, worker.watermark_blocks, others > 0)
 
 
 def decode_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[DecodeOption]:
-    """The best few, best first: those with room to the answer's end, then by gap; what is left of ties goes to who had
-    the conversation last, to who was given fewest, to more room, to the lower id. And who has most of the prompt."""
-    found = []
+    """The best few that have room, best first: those with room to the answer's end, then by gap; what is left of ties
+    goes to who had the conversation last, to who was given fewest, to more room, to the lower id. And who has most of
+    the prompt."""
+    found, room = [], _Room(request, decoding=True)
     for worker in workers:
         held = request.held_tokens(worker)
-        tight = request.expected > 0 and request.blocks_to_end(worker) - held // worker.layout.block_size > worker.room
+        blocks = held // worker.layout.block_size
+        if not room.fits(worker, blocks):
+            continue
+        tight = request.expected > 0 and request.blocks_to_end(worker) - blocks > worker.room
         gap = gap_after(worker, request, view.answer_speed(worker))
         near = worker.worker_id in request.near
         rank = (tight, gap, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
@@ -131,13 +141,17 @@ def decode_options(workers: Iterable[WorkerView], view: FleetView, request: Plac
 
 
 def prefill_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[PrefillOption]:
-    """The best few, best first: by predicted time, then as `decode_options`; and the best that takes prompts now."""
-    found = []
+    """The best few that have room, best first: by predicted time, then as `decode_options`; and the best that takes
+    prompts now."""
+    found, room = [], _Room(request, decoding=False)
     for worker in workers:
         held = request.held_tokens(worker)
+        if not room.fits(worker, held // worker.layout.block_size):
+            continue
         time = prompt_time(worker, request, view.prompt_speed(worker), held)
         near = worker.worker_id in request.near
-        rank = (time.total, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
+        seconds = time.queue + time.compute
+        rank = (seconds, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
         found.append((rank, PrefillOption(worker, held, time)))
     found.sort(key=itemgetter(0))
     best = [option for _, option in found[:BEST]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.policy.estimate import Speed
 from pdserve.policy.fleet import PlacementRequest, WorkerView
@@ -12,8 +12,7 @@ UNMEASURED_LINK = 1.25e9
 HANDOFF = 2e-3  # seconds from the last layer's KV to the answer's place in a batch, beside the bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTime:
+class PromptTime(NamedTuple):
     """Where a first token's seconds would go: behind others, and in computing."""
 
     queue: float

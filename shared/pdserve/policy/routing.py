@@ -23,7 +23,6 @@ from pdserve.policy.options import (
     options,
     prefill_options,
     shortlist,
-    with_room,
 )
 
 SHOWN = 6  # options that a decision keeps for whoever wants to know
@@ -78,7 +77,7 @@ def choose_pair(view: FleetView, request: PlacementRequest, rules: Rules = DEFAU
     found = options(view, request, places, prefills, decodes, rules)
     if not found and prefills:  # layouts that don't match; only fleets in the middle of a change have several
         layouts = {prefill.worker.layout for prefill in prefills}
-        matching = [worker for worker in with_room(view.decode, request, decoding=True) if worker.layout in layouts]
+        matching = [worker for worker in view.decode if worker.layout in layouts]
         found = options(view, request, places, prefills, decode_options(matching, view, request), rules)
     if not found:
         return Decision(Kind.WAIT, "no prefill worker has room")
@@ -147,18 +146,16 @@ def _say(found: list[Option], rules: Rules) -> str:
 
 def _decodes(view: FleetView, request: PlacementRequest) -> list[DecodeOption]:
     some = shortlist(view.decode, view, request)
-    fitting = with_room(some, request, decoding=True)
-    if not fitting and some is not view.decode:
-        fitting = with_room(view.decode, request, decoding=True)
-    return decode_options(fitting, view, request)
+    found = decode_options(some, view, request)
+    return found if found or some is view.decode else decode_options(view.decode, view, request)
 
 
 def _prefills(view: FleetView, request: PlacementRequest) -> list[PrefillOption]:
     some = shortlist(view.prefill, view, request)
-    fitting = with_room(some, request, decoding=False)
-    if some is not view.prefill and not any(worker.accepts_prompt for worker in fitting):
-        fitting = with_room(view.prefill, request, decoding=False)
-    return prefill_options(fitting, view, request)
+    found = prefill_options(some, view, request)
+    if some is view.prefill or any(option.worker.accepts_prompt for option in found):
+        return found
+    return prefill_options(view.prefill, view, request)
 
 
 def _accepting(prefills: list[PrefillOption]) -> list[PrefillOption]:

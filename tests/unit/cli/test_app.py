@@ -43,6 +43,7 @@ runner = CliRunner()
         (["probe", "kv", "--layers", "1", "--kv-width", "1", "--bandwidth", "fast"], "not a bandwidth"),
         (["probe", "links", "--bytes", "lots"], "not a size"),
         (["probe", "links", "--frame-bytes", "0"], "above 0"),
+        (["probe", "speed", "--requests", "-1"], "--requests"),
     ],
 )
 def test_wrong_usage_is_code_2_and_names_the_culprit(arguments: list[str], words: str) -> None:
@@ -59,8 +60,8 @@ def test_a_model_that_does_not_exist_is_one_line_and_code_1() -> None:
 
 def test_no_router_is_a_plain_line_and_code_1() -> None:
     """Port 1 on loopback refuses connections. `generate` tries again, twice, and says so."""
-    for command, tries in ((["status"], 1), (["generate", "hi"], 3), (["probe", "links"], 1)):
-        result = runner.invoke(app, [*command, "--target", "127.0.0.1:1"])
+    for command, tries in ((["status"], 1), (["generate", "hi"], 3), (["probe", "links"], 1), (["probe", "speed"], 1)):
+        result = runner.invoke(app, [*command, "--target", "127.0.0.1:1", "--connect-timeout", "0"])
         lines = result.output.splitlines()
         assert result.exit_code == 1 and len(lines) == tries, result.output
         assert all(line.startswith("pdserve: ") for line in lines)

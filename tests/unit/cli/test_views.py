@@ -14,8 +14,11 @@ from pdserve.cli.console import show_table
 from pdserve.cli.demo import Answer, answer_rows, percentile
 from pdserve.cli.generate import as_prompt, event_json
 from pdserve.cli.probe_links import PairReport, pairs_of
+from pdserve.cli.probe_speed import COLUMNS, SpeedReport
+from pdserve.cli.probe_speed import row as speed_row
 from pdserve.cli.status import LINKS, WORKERS, degraded, link_rows, row
 from pdserve.client import Finish, FinishReason, FleetLink, FleetWorker, Output, Stages, Token, Usage
+from pdserve.policy.estimate import Speed
 
 USAGE = Usage(277, 5, 272, 670_000, 17, Stages(2.0, 2.9, 94.3, 7.0, 50.4), 0, "prefill-0", "decode-0")
 FINISH = Finish(FinishReason.STOP, USAGE, stop_token_id=2)
@@ -144,3 +147,14 @@ def test_chat_and_system_make_a_conversation() -> None:
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "hi"},
     ]
+
+
+def test_a_speed_is_told_as_far_as_it_is_known() -> None:
+    """In ms, for amounts that people can picture; what too few steps told of is not known."""
+    speed = Speed(step=0.01, token=1e-4, square=2e-8, answer=1e-3, read=1e-7, prompts=9, answers=2)
+    report = SpeedReport("decode-0", "decode", "tiny", "n", "cpu", speed)
+    learned = "9 steps with prompts, 2 with answers"
+    expected = ("decode", "decode-0", "10.000 ms", "100.000 ms", "1.311 ms", "-", "-", learned)
+    assert speed_row(report) == expected and len(expected) == len(COLUMNS)
+    known = speed_row(dataclasses.replace(report, speed=dataclasses.replace(speed, answers=9)))
+    assert known[5:7] == ("1.000 ms", "0.100 ms")

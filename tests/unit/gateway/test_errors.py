@@ -5,7 +5,16 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError, Unavailable, UnknownModel, UnknownRequest
+from pdserve.core.errors import (
+    InvalidRequest,
+    NoCapacity,
+    PdserveError,
+    TenantLimited,
+    TooLate,
+    Unavailable,
+    UnknownModel,
+    UnknownRequest,
+)
 from pdserve.gateway.errors import ApiError, from_pdserve, invalid, loggable
 from pdserve.rpc.errors import DeadlineExceeded, RpcError
 
@@ -17,6 +26,8 @@ from pdserve.rpc.errors import DeadlineExceeded, RpcError
         (UnknownModel("no"), 404, "invalid_request_error", "model_not_found"),
         (UnknownRequest("no"), 404, "invalid_request_error", "request_not_found"),
         (NoCapacity("full", 2.0), 429, "rate_limit_error", "no_capacity"),
+        (TenantLimited("yours", 2.0), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (TooLate("late", 2.0), 429, "rate_limit_error", "too_late"),
         (Unavailable("gone"), 503, "server_error", "unavailable"),
         (DeadlineExceeded("late"), 504, "server_error", "timeout"),
         (RpcError(grpc.StatusCode.UNAUTHENTICATED, "who"), 401, "authentication_error", "invalid_api_key"),

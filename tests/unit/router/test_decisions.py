@@ -151,7 +151,7 @@ def test_every_kind_and_every_reason_can_be_told() -> None:
         answer = inference_pb2.GetDecisionsResponse(decisions=[told])
         assert explanation_from_proto(answer).decisions[0].kind.value == kind.value
     for why in Local:
-        [told] = log_of(replace(HERE, options=(replace(OTHER, local=why),))).told()
+        [told] = log_of(replace(HERE, options=(OTHER._replace(local=why),))).told()
         answer = inference_pb2.GetDecisionsResponse(decisions=[told])
         assert explanation_from_proto(answer).decisions[0].local_reason == why.value
 

@@ -138,6 +138,18 @@ def test_several_workloads_side_by_side(plan: Path, tmp_path: Path) -> None:
     assert len(first) == len(second) == 2 and not first & second and not rest & (first | second)
 
 
+def test_tenants_are_told_apart(plan: Path) -> None:
+    """Where there are several, each has its own rows and figures; the one without a name is called so."""
+    also = "also=[{tenant: loud, synthetic: {requests: 5, rate: 50, prompt: 900, output: 9}}]"
+    arguments = ["simulate", str(plan), "--requests", "20", "--set", also]
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert {name: tenant["requests"] for name, tenant in report["tenants"].items()} == {"": 20, "loud": 5}
+    assert report["tenants"]["loud"]["ttft"]["p50"] > 0
+    table = CliRunner().invoke(app, arguments).stdout
+    assert "loud, first token" in table and "(no tenant), between tokens" in table
+    assert json.loads(CliRunner().invoke(app, [*arguments[:4], "--json"]).stdout)["tenants"] == {}
+
+
 def test_schema() -> None:
     """It knows the keys, and that there are no others."""
     result = CliRunner().invoke(app, ["simulate", "--schema"])

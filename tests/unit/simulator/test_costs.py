@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from pdserve.simulator.cache_study import hit_rate, prefill_seconds
 from pdserve.simulator.costs import MOONCAKE, CostModel, Fitted, Hardware, ModelShape, Roofline, Table
 from pdserve.simulator.workload import Arrival
 
-PERF_MODEL = Path(__file__).parents[4] / "shared" / "traces" / "splitwise" / "perf_model.csv"
+TRACES = os.environ.get("PDSERVE_TEST_TRACES", "")
+PERF_MODEL = Path(TRACES) / "splitwise" / "perf_model.csv"
 A100 = Hardware(312e12, 2.039e12)
 LLAMA70B = ModelShape(70e9, 80, 8192, 1024)
 # Splitwise, Llama2-70B on 8 H100: a few of its points (tokens, seconds).
@@ -130,7 +132,7 @@ def test_splitwise_own_reading_of_its_table(tmp_path: Path) -> None:
     assert plain.step((), 64, 10**6) == 0.05 and plain.prompt == table.prompt
 
 
-@pytest.mark.skipif(not PERF_MODEL.exists(), reason="Splitwise's measurements are not beside the repository")
+@pytest.mark.skipif(not TRACES, reason="PDSERVE_TEST_TRACES names no folder with traces")
 @pytest.mark.parametrize(
     ("model", "devices"), [("llama2-70b", 2), ("llama2-70b", 4), ("llama2-70b", 8), ("bloom-176b", 8)]
 )
@@ -146,7 +148,7 @@ def test_splitwise_capped_h100_is_derived_from_the_uncapped(model: str, devices:
     assert old.step([(0, 2048)], 0, 0) > full.step([(0, 2048)], 0, 0) and old.step((), 32, 0) > full.step((), 32, 0)
 
 
-@pytest.mark.skipif(not PERF_MODEL.exists(), reason="Splitwise's measurements are not beside the repository")
+@pytest.mark.skipif(not TRACES, reason="PDSERVE_TEST_TRACES names no folder with traces")
 def test_splitwise_measurements() -> None:
     """Llama2-70B on 8 H100: medians of its rows, in ms."""
     table = Table.splitwise(PERF_MODEL, "llama2-70b", "h100-80gb")
