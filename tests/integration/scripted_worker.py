@@ -95,11 +95,14 @@ class ScriptedWorker(
         max_model_len: int = 256,
         port: int = 0,
         step: asyncio.Event | None = None,
+        seats: int | None = None,
     ) -> None:
-        """`step`, where given, holds back every decode token but the first until it is set."""
+        """`step`, where given, holds back every decode token but the first until it is set. With `seats` it refuses
+        whoever comes when so many are there."""
         self.worker_id, self.role, self.wire, self.answer = worker_id, role, wire, answer
         self.script = deque(script)
         self.total_blocks, self.max_model_len, self.step = total_blocks, max_model_len, step
+        self.seats, self.most, self.served = seats, 0, 0
         self.rearms: deque[str] = deque()
         self.rearmed: list[SequenceSpec] = []
         self.gate = asyncio.Event()
@@ -339,7 +342,11 @@ class ScriptedWorker(
         self.seen.append(spec)
         self.tickets.append(ticket)
         self.wire.tell()
+        if self.seats is not None and len(self.live) >= self.seats:
+            return "refuse"
+        self.served += 1
         self.live[ticket] = LAYOUT.blocks_for(len(spec.token_ids))
+        self.most = max(self.most, len(self.live))
         self.idle.clear()
         self.tell()
         return self.script.popleft() if self.script else "serve"

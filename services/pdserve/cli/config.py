@@ -45,7 +45,7 @@ def check(
     """
     _known(service)
     for file in files or ():
-        if not file.is_file():
+        if not file.exists():
             fail(f"{file}: there is no such file", code=_WRONG)
     wanted: list[tuple[Path | None, str]] = [(file, _known(service) or _service_of(file)) for file in files or ()]
     if not files:

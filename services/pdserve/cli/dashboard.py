@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.cli.view import View, WorkerRates
+from pdserve.cli.view import View, WorkerRates, state_of
 from pdserve.client import FleetWorker, LatencyStats, ModelStats, Stats
 from pdserve.core.fabric import say_bytes, say_rate
 
@@ -61,9 +61,8 @@ def pool_title(role: str, pool: Sequence[FleetWorker], rates: Mapping[str, Worke
 
 def state(worker: FleetWorker) -> tuple[str, str]:
     """A worker's state in a word, and its style."""
-    if not worker.connected:
-        return "lost" if worker.worker_id else "unreachable", "red"
-    return ("draining", "yellow") if worker.draining else ("up", "green")
+    word = state_of(worker)
+    return word, {"up": "green", "draining": "yellow"}.get(word, "red")
 
 
 def kv_bar(worker: FleetWorker, cells: int, *, ascii_only: bool) -> Text:

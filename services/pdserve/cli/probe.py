@@ -34,6 +34,13 @@ app.command("speed")(probe_speed.speed)
 # NVLink of a GPU of 2022, and what network cards have.
 DEFAULT_BANDWIDTHS = ("900GB/s", "400Gbit/s", "200Gbit/s", "100Gbit/s", "25Gbit/s")
 BLOCK_SIZE = 16  # tokens in a KV block, as workers have it unless told otherwise
+# What is said about the bits. The model's own may not be what its workers keep.
+BITS_FROM = {
+    "told": "",
+    "assumed": ", assumed",
+    "model": ", its own; --bits 32 where workers run float32",
+}
+HUB_TIMEOUT = 5.0  # seconds until the hub has answered at all
 COLUMNS = ("over", "that is", "one prompt", "as int8, fp8", "carries the rate")
 
 
@@ -53,7 +60,14 @@ def kv(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Instead of a model: its layers.")] = None,
     kv_width: Annotated[int | None, typer.Option(min=1, help="Instead of a model: KV heads times head size.")] = None,
-    bits: Annotated[int | None, typer.Option(min=1, help="Bits of a number; default: the model's own, or 16.")] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Bits of a number, as workers keep it: 32 where they run float32 (--dtype, or a CPU without "
+            "bfloat16). Default: the model's own, or 16.",
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in a prompt.")] = 4000,
     rate: Annotated[float, typer.Option(min=0, help="Prompts a second.")] = 1.0,
     bandwidth: Annotated[
@@ -74,7 +88,8 @@ def kv(
 
     async def main() -> None:
         shape = await _shape(model, layers, kv_width, bits)
-        reports.append(kv_report(shape, tokens, rate, bandwidth or DEFAULT_BANDWIDTHS))
+        report = kv_report(shape, tokens, rate, bandwidth or DEFAULT_BANDWIDTHS)
+        reports.append({**report, "bits_from": "told" if bits else "assumed" if model is None else "model"})
 
     run(main())
     for report in reports:
@@ -118,10 +133,10 @@ def kv_report(shape: KvShape, tokens: int, rate: float, bandwidths: Sequence[str
 
 def kv_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures that do not depend on a network, with what each is called."""
-    saves = report["narrow_saves"]
+    saves, source = report["narrow_saves"], BITS_FROM[report["bits_from"]]
     less = f"{say_bytes(report['narrow_prompt_bytes'])} a prompt, {100 * saves:.0f}% less" if saves > 0 else "no less"
     return [
-        ("KV", f"{report['layers']} layers, {report['kv_width']} wide, {report['bits']} bits a number"),
+        ("KV", f"{report['layers']} layers, {report['kv_width']} wide, {report['bits']} bits a number{source}"),
         ("one token", say_bytes(report["token_bytes"])),
         (f"one prompt of {report['tokens']:,}", say_bytes(report["prompt_bytes"])),
         ("as int8 or fp8", less),
@@ -188,10 +203,18 @@ async def _config_folder(model: str) -> Path:
 
 
 def _fetch_config(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
+    """The folder with a hub model's config.json, in the hub's own cache. Raises ModelError."""
+    from huggingface_hub import hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import get_session
 
     try:
+        if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+            return Path(cached).parent
+        try:  # once and briefly: the download itself tries for half a minute where there is no network
+            get_session().head(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
+        except Exception as error:  # of whichever HTTP library this release of the hub's client has
+            raise ModelError(f"the hub, where {name!r} would be, cannot be reached: {error}") from error
         return Path(hf_hub_download(name, "config.json")).parent
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(f"cannot fetch config.json of {name!r} from the hub: {error}") from error

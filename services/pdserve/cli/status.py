@@ -16,7 +16,9 @@ from pdserve.core.fabric import say_bytes
 if TYPE_CHECKING:
     from pdserve.client import FleetWorker
 
-WORKERS = ("role", "worker", "state", *("run /\nwait", "free /\ncached", "owned /\nreserved", "tokens\nout"))
+WORKERS = ("role", "worker", "state", *("run /\nwait", "free /\ncached", "owned /\nreserved", "tokens\nahead"))
+CACHES = ("role", "worker", "state", "blocks")
+PREFIX_CACHE = "prefix_cache"
 LINKS = ("from", "to", "transport", "path", "GB/s", "rtt ms", "in flight", "")
 WARNING = "!"
 
@@ -26,8 +28,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a worker, a line each.")] = False,
     connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
 ) -> None:
-    """Show the workers: roles, load, KV blocks, and the tokens that this router has outstanding on each; then their KV
-    links, with ! where one took a slower path than it should."""
+    """Show the workers: sequences that run and wait, KV blocks by state, and the tokens that are ahead of each, of this
+    router's requests; then their KV links, with ! where one took a slower path than it should."""
     run(_status(target, connect_timeout, as_json))
 
 
@@ -40,10 +42,14 @@ async def _status(target: str, connect_timeout: float, as_json: bool) -> None:
         for worker in fleet:
             typer.echo(json.dumps(dataclasses.asdict(worker)))
         return
-    for model in dict.fromkeys(worker.model for worker in fleet) or [""]:
+    caches = [worker for worker in fleet if worker.role == PREFIX_CACHE]
+    others = [worker for worker in fleet if worker.role != PREFIX_CACHE]
+    for model in dict.fromkeys(worker.model for worker in others) or [""]:
         title = f"workers of {target}" + (f", {model}" if model else "")
-        rows = [row(worker) for worker in fleet if worker.model == model]
+        rows = [row(worker) for worker in others if worker.model == model]
         show_table(title, WORKERS, rows, numbers=range(3, len(WORKERS)))
+    if caches:
+        show_table("prefix caches", CACHES, map(cache_row, caches), numbers=[3])
     links = list(link_rows(fleet))
     if links:
         show_table("KV links, each way", LINKS, links, numbers=range(4, 7))
@@ -53,16 +59,24 @@ async def _status(target: str, connect_timeout: float, as_json: bool) -> None:
 
 def row(worker: FleetWorker) -> tuple[str, ...]:
     """The table's cells, in the order of WORKERS."""
-    state = "draining" if worker.draining else "connected" if worker.connected else "unreachable"
     return (
-        worker.role or "?",
-        worker.worker_id or worker.endpoint,
-        state,
+        *_who(worker),
         f"{worker.running} / {worker.waiting}",
         f"{worker.free_blocks} / {worker.cached_blocks}",
         f"{worker.owned_blocks} / {worker.reserved_blocks}",
         str(worker.outstanding_tokens),
     )
+
+
+def cache_row(worker: FleetWorker) -> tuple[str, ...]:
+    """The cells of a prefix cache, in the order of CACHES."""
+    return (*_who(worker), str(worker.cached_blocks))
+
+
+def _who(worker: FleetWorker) -> tuple[str, str, str]:
+    from pdserve.cli.view import state_of
+
+    return (worker.role.replace("_", "-") or "?", worker.worker_id or worker.endpoint, state_of(worker))
 
 
 def link_rows(fleet: Iterable[FleetWorker]) -> Iterator[tuple[str, ...]]:

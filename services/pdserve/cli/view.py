@@ -40,6 +40,13 @@ class View:
         return cls(target, at, fleet, stats, rates)
 
 
+def state_of(worker: FleetWorker) -> str:
+    """A worker's state in a word: up, draining, lost (it was there), or unreachable (it never answered)."""
+    if not worker.connected:
+        return "lost" if worker.worker_id else "unreachable"
+    return "draining" if worker.draining else "up"
+
+
 def waiting(view: View, problem: str) -> View:
     """The last look that there was, and why there is no newer one."""
     return replace(view, problem=problem)

@@ -19,6 +19,7 @@ from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable
 from pdserve.policy.disaggregation import Rules
 from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue
 from pdserve.policy.fleet import FleetView, PlacementRequest
+from pdserve.policy.forecast import Ahead
 from pdserve.policy.queueing import plan_pass
 from pdserve.policy.routing import Decision, Kind, choose_pair, choose_prefill
 from pdserve.router.assignment import Assignment, assign
@@ -40,22 +41,16 @@ class _Queue:
 
     waiting: FairQueue[Waiting] = field(default_factory=FairQueue)
     pace: Pace = field(default_factory=Pace)
-    tokens: int = 0
-    squares: int = 0
     down_since: float | None = None  # the loop's time from which on nobody is up for its head
     told: str = ""
 
     def add(self, item: Waiting) -> None:
         self.waiting.add(item, item.wishes.tenant, item.rank, item.charge)
-        self.tokens += item.tokens
-        self.squares += item.tokens**2
 
     def leave(self, item: Waiting, *, served: bool) -> None:
         """Does nothing where it does not wait."""
         if item in self.waiting:
             (self.waiting.serve if served else self.waiting.remove)(item)
-            self.tokens -= item.tokens
-            self.squares -= item.tokens**2
 
 
 class Dispatcher:
@@ -79,10 +74,17 @@ class Dispatcher:
     def waiting(self, model: ServedModel) -> int:
         return len(self._queues[model.name].waiting)
 
-    def ahead(self, model: ServedModel) -> tuple[int, int, int]:
-        """What waits for `model`: prompt tokens, their squares (see policy.estimate), and requests."""
-        queue = self._queues[model.name]
-        return queue.tokens, queue.squares, len(queue.waiting)
+    def ahead(self, model: ServedModel, wishes: Wishes, priority: int) -> Ahead:
+        """What waits for `model` and would be placed before a new request of that tenant and priority."""
+        queue, tokens, squares, count = self._queues[model.name].waiting, 0, 0, 0
+        if queue:
+            now = asyncio.get_running_loop().time()
+            probe = Waiting(model, 0, 0, priority, False, now, next(self._arrivals), {}, Refusals(), wishes)
+            queue.add(probe, wishes.tenant, probe.rank, 0)
+            for item in itertools.takewhile(lambda item: item is not probe, queue):
+                tokens, squares, count = tokens + item.tokens, squares + item.tokens**2, count + 1
+            queue.remove(probe)
+        return Ahead(tokens, squares, count)
 
     def expected(self, model: ServedModel) -> int:
         """Tokens of an answer, as they were lately; 0: not known yet."""

@@ -11,7 +11,6 @@ import grpc.aio
 import structlog
 
 from pdserve.core.errors import PdserveError, Unavailable
-from pdserve.policy.forecast import Ahead
 from pdserve.router.admission import Door, stated_targets
 from pdserve.router.codec_service import detokenize, tokenize
 from pdserve.router.config import RouterSettings
@@ -65,7 +64,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Serve `models` with `fleet`, which outlives this service's requests."""
         self._models, self._fleet = models, fleet
         dispatcher = self._dispatcher = Dispatcher(fleet, self._settings.max_queue, self._settings.rules)
-        self._door = Door(self._settings, fleet, lambda model, *_: Ahead(*dispatcher.ahead(model)), dispatcher.expected)
+        self._door = Door(self._settings, fleet, dispatcher.ahead, dispatcher.expected)
 
     def waiting(self, model: str) -> int:
         """How many requests for `model` wait for a worker."""

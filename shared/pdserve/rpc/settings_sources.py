@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from argparse import Action, HelpFormatter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from pdserve.rpc.setting_names import SETTING_NAMES
+from pdserve.rpc.settings_help import Help
 
 ENV_PREFIX = "PDSERVE_"
 # Variables that are no service's setting: the model cache, the client commands' router, and what the soak takes.
@@ -73,11 +73,6 @@ class Given:
             self.values[name], self.origins[name] = value, origin
 
 
-class _Help(HelpFormatter):
-    def _get_help_string(self, action: Action) -> str:
-        return (action.help or "").removesuffix(" (default: None)")
-
-
 def gather(model: type[BaseSettings], arguments: Sequence[str], environment: Mapping[str, str], program: str) -> Given:
     """All that was said for `model`: flags over variables over the file that `config` names.
 
@@ -111,7 +106,7 @@ def _take_flags(given: Given, model: type[BaseSettings], arguments: Sequence[str
     kept = list(_known_words(given, fields, arguments))
     try:
         source: CliSettingsSource[Any] = CliSettingsSource(
-            model, cli_prog_name=program, cli_parse_args=kept, cli_exit_on_error=False, formatter_class=_Help
+            model, cli_prog_name=program, cli_parse_args=kept, cli_exit_on_error=False, formatter_class=Help
         )
         values = source()
     except SettingsError as error:
@@ -167,7 +162,7 @@ def _take_file(given: Given, fields: Mapping[str, FieldInfo], path: Path) -> Non
     try:
         entries = list(_read(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, SettingsError) as error:
-        told = " ".join(str(error).split())
+        told = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
         given.problems.append(told if str(path) in told else f"{path}: {told}")
         return
     lines: dict[str, int] = {}

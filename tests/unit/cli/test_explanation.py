@@ -164,7 +164,9 @@ def test_what_was_not_measured_is_marked_and_marks_are_explained() -> None:
     assumed, late = dataclasses.replace(BEST, measured=False), dataclasses.replace(BEST, late=0.1)
     [_, line] = table(decided(DecisionKind.WAIT, 0.0, assumed), 78)
     assert line.plain.split()[-2:] == ["~40.0", "~12.5"]
-    assert [text.plain for text in legend([assumed, late])] == ["! misses its target, with the wait so far   ~ not measured yet"]
+    assert [text.plain for text in legend([assumed, late])] == [
+        "! misses its target, with the wait so far   ~ not measured yet"
+    ]
     assert [text.plain for text in legend([BEST])] == []
     [_, line] = table(decided(DecisionKind.PREFILL_ONLY, 0.0, dataclasses.replace(BEST, decode_worker="")), 78)
     assert line.plain.split()[2] == "-" and line.plain.split()[-1] == "-"

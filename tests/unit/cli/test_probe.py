@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,9 @@ def folder(tmp_path: Path) -> Path:
 def test_a_model_and_its_numbers_come_to_the_same(folder: Path) -> None:
     """1.3 GB for 4,000 tokens."""
     by_model = probe("--model", str(folder), "--tokens", "4000")
-    assert by_model == probe("--layers", "80", "--kv-width", "1024", "--bits", "16", "--tokens", "4000")
+    by_numbers = probe("--layers", "80", "--kv-width", "1024", "--bits", "16", "--tokens", "4000")
+    assert (by_model.pop("bits_from"), by_numbers.pop("bits_from")) == ("model", "told")
+    assert by_model == by_numbers
     assert by_model["token_bytes"] == 327_680 and by_model["prompt_bytes"] == pytest.approx(1.3e9, rel=0.01)
 
 
@@ -77,6 +82,28 @@ def test_words_for_people(folder: Path) -> None:
     assert nothing.exit_code == 0 and "no less" in nothing.output and "that is nothing" in nothing.output
     slow = runner.invoke(app, ["probe", "kv", "--model", str(folder), "--rate", "1e6"])
     assert "900GB/s cannot carry this rate" in slow.output
+
+
+def test_where_the_bits_are_from_is_said(folder: Path) -> None:
+    """A model's own 16 bits are not what its workers keep where they run float32."""
+    own = runner.invoke(app, ["probe", "kv", "--model", str(folder)]).output
+    assert "16 bits a number, its own; --bits 32 where workers run float32" in own
+    assumed = runner.invoke(app, ["probe", "kv", "--layers", "2", "--kv-width", "8"]).output
+    assert "16 bits a number, assumed" in assumed
+    told = runner.invoke(app, ["probe", "kv", "--model", str(folder), "--bits", "32"]).output
+    assert "32 bits a number\n" in told
+
+
+@pytest.mark.parametrize("offline", ["1", ""])
+def test_a_hub_that_cannot_be_reached_is_one_line_at_once(offline: str) -> None:
+    """In a process of its own: the hub's client reads its variables when it is imported. Port 1 refuses connections."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": offline, "HF_ENDPOINT": "http://127.0.0.1:1"}
+    command = [sys.executable, "-m", "pdserve.cli", "probe", "kv", "--model", "nobody/has-this"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("pdserve: ")]
+    assert "cannot be reached" in line and "--layers" in line
+    assert "Retrying" not in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_status_fits_into_80_columns(capsys: pytest.CaptureFixture[str]) -> None
         show_table("links", LINKS, link_rows([dataclasses.replace(WORKER, links=(LINK,))]), numbers=range(4, 7))
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    names = ("prefill-0", "127.0.0.1:7001", "connected", "unreachable")
+    names = ("prefill-0", "127.0.0.1:7001", "up", "unreachable")
     for word in (*names, "12 / 3", "99000 / 1000", "123456", "3.00 MB"):
         assert word in text
 

@@ -1,6 +1,7 @@
 """What Mooncake (FAST 2025) reports of its own traces, on those traces.
 
-PDSERVE_TEST_TRACES names the folder that has them: `mooncake/conversation_trace.jsonl` as in its repository.
+PDSERVE_TEST_TRACES names the folder that has them: `mooncake/{conversation,synthetic}_trace.jsonl` as its repository
+has them, and `figdata/mooncake_fig9_hitrate_vs_capacity.csv` with the paper's figure 9 as numbers.
 """
 
 from __future__ import annotations
