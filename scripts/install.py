@@ -42,14 +42,20 @@ def cpu_build(python: Path, *sources: str) -> str | None:
 def install_torch(python: Path) -> None:
     """Install a CPU build where there is no GPU and one can be had; else leave torch to the extra's requirement."""
     if has_gpu():
-        print("An NVIDIA GPU is here: taking torch's default build. For flash-attn and NCCL: pip install -e '.[gpu]'")
+        tell("An NVIDIA GPU is here: its default torch, some 3 GB. For flash-attn and NCCL: pip install -e '.[gpu]'")
         return
+    tell("No NVIDIA GPU: looking for a CPU build of torch")
     for sources in ((), ("--index-url", TORCH_CPU_INDEX)):
         if requirement := cpu_build(python, *sources):
-            print(f"No NVIDIA GPU: taking the CPU build, {requirement}")
+            tell(f"Installing {requirement}: some 200 MB, a minute or two")
             run(python, "-m", "pip", "install", "--quiet", *sources, requirement)
             return
-    print("No NVIDIA GPU, and no CPU build of torch to be had: taking the default build, which is several gigabytes")
+    tell("There is none to be had: the default build it is, several gigabytes")
+
+
+def tell(step: str) -> None:
+    """Say what comes next: pip is quiet, and silence for minutes looks like a hang."""
+    print(step, flush=True)
 
 
 def run(python: Path, *arguments: str) -> None:
@@ -63,11 +69,12 @@ def main() -> int:
     folder = Path(sys.argv[1])
     python = folder / "bin" / "python"
     if not python.exists():
-        print(f"Making {folder}")
+        tell(f"Making {folder}: a virtual environment of {sys.executable}")
         venv.create(folder, with_pip=True)
     install_torch(python.absolute())
-    print("Installing pdserve and its tools")
+    tell("Installing pdserve and what it needs, its tools for tests and docs among them: some 150 MB, a minute or two")
     run(python.absolute(), "-m", "pip", "install", "--quiet", "--editable", ".[worker,dev]")
+    tell(f"Done: {folder / 'bin' / 'pdserve'}")
     return 0
 
 

@@ -65,10 +65,9 @@ class Script(Routers):
     async def _events(self) -> AsyncGenerator[Event]:
         try:
             yield PromptInfo("r", "m", 1, SamplingParams(), ())
-            index = 0
             while self._text:
-                yield Output(index, (), self._text)
-                index += 1
+                yield Output(self.told, (), self._text)
+                self.told += 1
                 await asyncio.sleep(0)
             await asyncio.Event().wait()
         finally:
@@ -126,6 +125,8 @@ def test_a_client_that_does_not_read_is_left(loop: Loop, caplog: pytest.LogCaptu
                     await routers.closed.wait()
                     while await figure(url, "requests_in_flight", route=PATH):
                         pass
+                # 64 KiB each. What nobody reads is not asked for: only buffers of the system and of one message fill up.
+                assert 0 < routers.told < 500
                 assert await figure(url, "stream_errors_total", route=PATH) == 1
                 assert await figure(url, "disconnects_total", route=PATH) == 0
                 assert await figure(url, "requests_total", route=PATH, status="200") == 1

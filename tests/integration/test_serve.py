@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pdserve.client import Client
-from pdserve.core.errors import InvalidRequest
+from pdserve.client import NO_RETRIES, Client, Output
+from pdserve.core.errors import InvalidRequest, PdserveError
 from tests.integration.scraping import read
 from tests.tiny_models import make_tiny_model
 
@@ -116,6 +116,31 @@ async def test_everything_ends_with_it(model: Path, tmp_path: Path, end: signal.
         await asyncio.wait_for(process.wait(), PATIENCE)
         await gone(family)
         assert not any(map(alive, family))
+
+
+async def test_a_stop_says_what_it_waits_for_and_a_second_one_does_not_wait(model: Path, tmp_path: Path) -> None:
+    """Silence for the seconds of a drain would look like a hang."""
+    async with pdserve("serve", *flags(model, tmp_path), "--colocated", "1") as process:
+        endpoint = (await read_until(process, r"ready at (127\.0\.0\.1:\d+)"))[1]
+        family = children(process.pid)
+        async with Client(endpoint, retry=NO_RETRIES) as client:
+            with pytest.raises(PdserveError):
+                async with client.generate("hello", max_tokens=1000, ignore_eos=True) as events:
+                    async for event in events:
+                        if isinstance(event, Output) and event.index == 0:
+                            process.send_signal(signal.SIGINT)
+                            await read_until(process, "draining: 1 request still runs; Ctrl-C again ends it now")
+                            process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
+        await gone(family)
+
+
+async def test_a_stop_with_nothing_to_wait_for_says_so(model: Path, tmp_path: Path) -> None:
+    async with pdserve("serve", *flags(model, tmp_path), "--colocated", "1") as process:
+        await read_until(process, "ready at")
+        process.send_signal(signal.SIGINT)
+        await read_until(process, "stopping: no request runs")
+        await read_until(process, "stopped")
 
 
 async def test_a_dead_worker_ends_the_whole_suite(model: Path, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT = 120.0  # seconds
 REPORT_TIMEOUT = 5.0  # until a worker has told what it learned; it speaks at least every second
-# Of the requests that workers learn from: tokens of prompts and answers, and how many there are at once.
-SHORTEST, LONGEST, ANSWER_TOKENS, TOGETHER = 16, 4096, 24, 4
+# Of the requests that workers learn from: tokens of the shortest prompt and of answers, and how many are at once.
+SHORTEST, ANSWER_TOKENS, TOGETHER = 16, 16, 4
 COLUMNS = ("role", "worker", "a step", "1k of prompt", "64k squares", "an answer", "1k of context", "learned from")
 
 
@@ -44,6 +44,9 @@ def speed(
     requests: Annotated[
         int, typer.Option(min=0, help="Send so many prompts of random tokens first, for workers to learn from.")
     ] = 0,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=SHORTEST, help="The longest of them; what long prompts take shows in long ones only.")
+    ] = 512,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a worker, a line each.")] = False,
     connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
 ) -> None:
@@ -55,14 +58,19 @@ def speed(
     reports: list[SpeedReport] = []
 
     async def main() -> None:
-        reports.extend(await probe(target, requests, connect_timeout))
+        reports.extend(await probe(target, requests, prompt_tokens, connect_timeout))
 
     run(main())
     if as_json:
         for report in reports:
             typer.echo(json.dumps(dataclasses.asdict(report)))
     else:
-        show_table(f"seconds by worker of {target}", COLUMNS, map(row, reports), numbers=range(2, len(COLUMNS) - 1))
+        show_table(
+            f"what steps take on the workers of {target}",
+            COLUMNS,
+            map(row, reports),
+            numbers=range(2, len(COLUMNS) - 1),
+        )
     missing = [
         kind
         for kind, known in (
@@ -76,12 +84,15 @@ def speed(
         raise typer.Exit(1)
 
 
-async def probe(target: str, requests: int, connect_timeout: float = DEFAULT_CONNECT_TIMEOUT) -> list[SpeedReport]:
-    """What the workers of the router at `target` know, after `requests` for each of its models. Raises Unavailable."""
+async def probe(
+    target: str, requests: int, prompt_tokens: int, connect_timeout: float = DEFAULT_CONNECT_TIMEOUT
+) -> list[SpeedReport]:
+    """What the workers of the router at `target` know, after `requests` of up to `prompt_tokens` for each of its
+    models. Raises Unavailable."""
     async with router(target, connect_timeout) as client:
         fleet = await _workers(client)
         for model in dict.fromkeys(worker.model for worker in fleet) if requests else ():
-            await _teach(client, next(worker for worker in fleet if worker.model == model), requests)
+            await _teach(client, next(worker for worker in fleet if worker.model == model), requests, prompt_tokens)
     # Asked of the workers themselves: what the router heard last may be a second old.
     speeds = await asyncio.gather(*(_latest(worker) for worker in fleet))
     return [
@@ -108,17 +119,18 @@ async def _workers(client: Client) -> Sequence[FleetWorker]:
     return sorted(fleet, key=lambda worker: (worker.role != "prefill", worker.worker_id))
 
 
-async def _teach(client: Client, worker: FleetWorker, requests: int) -> None:
+async def _teach(client: Client, worker: FleetWorker, requests: int, prompt_tokens: int) -> None:
     """Have prompts of many lengths served, a few at once, so that a line can be laid through what they take.
 
     Raises what a request ends with.
     """
-    longest = max(SHORTEST, min(LONGEST, worker.max_model_len // 2))
+    longest = max(1, min(prompt_tokens, worker.max_model_len - ANSWER_TOKENS))
+    shortest = min(SHORTEST, longest)
     rng, slots = random.Random(), asyncio.Semaphore(TOGETHER)
 
     async def ask(number: int) -> None:
         share = number / max(1, requests - 1)
-        length = round(SHORTEST * (longest / SHORTEST) ** share)
+        length = round(shortest * (longest / shortest) ** share)
         prompt = [rng.randrange(worker.vocab_size) for _ in range(length)]
         async with slots:
             await client.complete(

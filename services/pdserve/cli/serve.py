@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import socket
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from pdserve.cli.console import fetch_progress, run, start_progress
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, PdserveError
 
 if TYPE_CHECKING:
     from pdserve.cli.serve_settings import ServeSettings
-    from pdserve.launch import ModelPart, SuitePlan
+    from pdserve.launch import ModelPart, Suite, SuitePlan
 
+_ASK_SECONDS = 1.0  # a router that has no time to say what runs is not waited for
 SETTINGS_CONTEXT = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 """For typer: ServeSettings read the command line, so that it is one with environment and file."""
 
@@ -99,7 +101,36 @@ async def _serve(plan: SuitePlan, log_dir: Path | None) -> None:
             typer.echo(f"OpenAI API at http://{gateway.endpoint}/v1", err=True)
         for name, url in suite.metrics.items():
             typer.echo(f"metrics of {name} at {url}", err=True)
-        raise await suite.wait_failed()
+        try:
+            raise await suite.wait_failed()
+        except asyncio.CancelledError:
+            await _say_draining(suite)
+            raise
+
+
+async def _say_draining(suite: Suite) -> None:
+    """What a stop waits for. Told again to stop meanwhile, it waits for nothing."""
+    from pdserve.client import NO_RETRIES, Client
+
+    try:
+        async with Client(suite.endpoint, retry=NO_RETRIES) as client:
+            running = sum(model.running for model in (await client.stats(_ASK_SECONDS)).models)
+        typer.echo(draining(running), err=True)
+    except PdserveError:
+        typer.echo(draining(None), err=True)
+    except asyncio.CancelledError:
+        suite.kill()
+        raise
+
+
+def draining(running: int | None) -> str:
+    """A line for people; `running` requests, None: nobody knows."""
+    if running == 0:
+        return "stopping: no request runs"
+    if running is None:
+        return "draining; Ctrl-C again ends all now"
+    what = "1 request still runs" if running == 1 else f"{running} requests still run"
+    return f"draining: {what}; Ctrl-C again ends {'it' if running == 1 else 'them'} now"
 
 
 async def resolve_parts(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -109,7 +110,8 @@ def simulate(
         draw(plot, Drawing.of(settings.title(), simulation, report, settings.targets()))
     if as_json:
         shares = {name: dataclasses.asdict(tenant) for name, tenant in by_tenant.items()}
-        typer.echo(json.dumps({**report.as_dict(), "tenants": shares, "simulation_seconds": took}))
+        facts = {**report.as_dict(), "tenants": shares, "simulation_seconds": took}
+        typer.echo(json.dumps(_numbers(facts), allow_nan=False))
         return
     show_table("", LATENCIES, latency_rows(report, by_tenant), numbers=range(1, len(LATENCIES)))
     show_table("", ("", ""), figure_rows(report, settings.targets()), numbers=())
@@ -129,3 +131,10 @@ def _drawing(path: Path) -> Callable[[Path, Drawing], None]:
             raise
         raise ConfigError("--plot needs matplotlib: pip install 'pdserve[plot]'") from error
     return write
+
+
+def _numbers(value: Any) -> Any:
+    """As JSON has it, which knows no NaN: a mean of nothing is null."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -89,6 +89,9 @@ class Visit:
 
     async def _foresee(self, resolved: ResolvedRequest, deadline: float) -> None:
         fleet, model, spec = self.door.fleet, resolved.model, resolved.spec
+        ahead = self.door.ahead(model, self.wishes, spec.priority)
+        if not self.stated and not ahead.count:
+            return  # workers' own queues are short, so there is nothing that its deadline could be too early for
         request = PlacementRequest(
             tokens=spec.prompt_len,
             remaining=spec.params.max_tokens,
@@ -98,20 +101,18 @@ class Visit:
             waited=self.measure.timeline.waited,
             draw=self.measure.timeline.arrived,
         )
-        admission = self._ask(resolved, request, deadline)
+        admission = self._ask(resolved, request, ahead, deadline)
         if not admission.admitted:  # then what is cached decides, and is worth hashing the prompt for
             hashes = await fleet.hash_prompt(model, spec.token_ids, spec.cache_salt)
-            admission = self._ask(resolved, replace(request, held=fleet.held(model, hashes)), deadline)
+            admission = self._ask(resolved, replace(request, held=fleet.held(model, hashes)), ahead, deadline)
         if admission.missed is not None:
             self.measure.decisions.note(Decision(Kind.REJECT, admission.reason), request, time.time_ns())
             self._tell(admission.missed, admission.reason, admission.retry_after)
             raise TooLate(admission.reason, admission.retry_after)
 
-    def _ask(self, resolved: ResolvedRequest, request: PlacementRequest, deadline: float) -> Admission:
-        door, model = self.door, resolved.model
-        ahead = door.ahead(model, self.wishes, resolved.spec.priority)
-        rules, left = door.settings.rules, deadline - _now()
-        return admit(door.fleet.view(model), request, ahead, rules, stated=self.stated, time_left=left)
+    def _ask(self, resolved: ResolvedRequest, request: PlacementRequest, ahead: Ahead, deadline: float) -> Admission:
+        view, rules = self.door.fleet.view(resolved.model), self.door.settings.rules
+        return admit(view, request, ahead, rules, stated=self.stated, time_left=deadline - _now())
 
     def _tell(self, why: Limit | Target, reason: str, retry_after: float) -> None:
         self.measure.turned_away(why)

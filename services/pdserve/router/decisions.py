@@ -83,6 +83,12 @@ class DecisionLog:
         """In their order."""
         return tuple(self._entries)
 
+    @property
+    def telling(self) -> Decision | None:
+        """What became of the request: its latest placement, or, where there was none, what it heard last."""
+        entry = self.placed or self._entries[-1] if self._entries else None
+        return entry.decision if entry is not None else None
+
     def told(self) -> list[decision_pb2.Decision]:
         """As the API tells them."""
         return [_entry_to_proto(entry) for entry in self._entries]

@@ -102,8 +102,8 @@ class Record:
         self._take_measure(measure)
         self._summary.state, self._measure = state, None
         self.decisions.over()
-        if self.decisions.placed is not None:
-            self._span.set_attributes(attributes(self.decisions.placed.decision))
+        if (decision := self.decisions.telling) is not None:
+            self._span.set_attributes(attributes(decision))
         complete = state == inference_pb2.REQUEST_STATE_DONE
         measure.timeline.record(traceparent_of(self._span), measure.timeline.now(), complete=complete)
         self._span.end()

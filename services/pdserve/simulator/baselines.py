@@ -74,4 +74,6 @@ def policy(choose: Choose) -> Callable[[FleetView, PlacementRequest], Decision]:
 
 def _room(worker: WorkerView, request: PlacementRequest, *, decoding: bool) -> bool:
     fresh = request.blocks(worker, decoding=decoding)
-    return worker.answers < worker.max_num_seqs and fits(fresh, worker.room, worker.watermark_blocks, worker.reported_sequences > 0)
+    if worker.answers >= worker.max_num_seqs:
+        return False
+    return fits(fresh, worker.room, worker.watermark_blocks, worker.answers > 0)

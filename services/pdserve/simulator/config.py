@@ -24,6 +24,10 @@ from pdserve.simulator.plan import Fetch, FleetPlan, Outage, Policy, Reject, Wor
 from pdserve.simulator.problems import sentences
 from pdserve.simulator.workload import Arrival, merge
 
+NO_PLAN = (
+    "give a file, or flags for workers (--prefill and --decode, or --colocated) and for what arrives (--trace, or "
+    "--prompt-tokens, --output-tokens and --rate)"
+)
 _DTYPES = {2: "bfloat16", 4: "float32"}
 _REJECT = {"none": Reject.NEVER, "current": Reject.CURRENT, "predicted": Reject.PREDICTED}
 
@@ -58,6 +62,8 @@ class SimulationSettings(Part):
         if said is not None:
             flags.apply(said, content)
         flags.put(content, changes or {})
+        if path is None and not {"fleet", "workload"} <= content.keys():
+            raise ConfigError(NO_PLAN)
         try:
             settings = cls.model_validate(content)
         except ValidationError as error:

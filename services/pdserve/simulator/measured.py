@@ -45,7 +45,8 @@ def read_measured(path: Path, model: str | None = None) -> Measured:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    workers = [_read(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    read = [_read(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    workers = [worker for worker in read if worker.role in ("prefill", "decode")]
     models = sorted({worker.model for worker in workers})
     if model is None and len(models) > 1:
         raise ConfigError(f"{path} holds workers of several models; say cost.model: {' or '.join(models)}")

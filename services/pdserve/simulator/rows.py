@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -38,10 +39,11 @@ def tenants(requests: Iterable[Request]) -> dict[str, Tenant]:
 
 
 def latency_rows(report: Report, by_tenant: Mapping[str, Tenant] | None = None) -> list[tuple[str, ...]]:
-    """Cells in ms, in the order of LATENCIES: of all, then of each tenant."""
+    """Cells in ms, in the order of LATENCIES: of all, then of each tenant. "-" where there was nothing."""
 
     def cells(name: str, spread: Spread) -> tuple[str, ...]:
-        return (name, *(f"{1e3 * value:.1f} ms" for value in dataclasses.astuple(spread)))
+        values = dataclasses.astuple(spread)
+        return (name, *("-" if math.isnan(value) else f"{1e3 * value:.1f} ms" for value in values))
 
     rows = [cells("time to first token", report.ttft), cells("between tokens", report.itl)]
     for name, tenant in (by_tenant or {}).items():

@@ -15,12 +15,11 @@ from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.core.slo import Outcome
 from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue, Rank
 from pdserve.policy.fleet import DEFAULT_TARGETS, FleetView, PlacementRequest, Role, aim
-from pdserve.policy.prefix_fetch import should_fetch
-from pdserve.policy.pull import choose_pull
 from pdserve.policy.queueing import LOOKS, Deferral, plan_pass
 from pdserve.policy.routing import Decision, Kind, choose_pair
+from pdserve.simulator.fetching import choose_source
 from pdserve.simulator.network import Network
-from pdserve.simulator.plan import Fetch, FleetPlan, Outage, Policy
+from pdserve.simulator.plan import FleetPlan, Outage, Policy
 from pdserve.simulator.rejection import Door
 from pdserve.simulator.request import Job, Request, block_hashes
 from pdserve.simulator.watch import Watch
@@ -34,14 +33,6 @@ RECHECK = 1.0  # seconds after which requests that wait for workers that are dow
 class _Placement:
     prefill: tuple[Worker, Job] | None
     decode: tuple[Worker, Job] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """`tokens` leading tokens of a prompt come from `source`."""
-
-    source: Worker
-    tokens: int
 
 
 class Simulation:
@@ -123,7 +114,8 @@ class Simulation:
             pass
 
     def _pass(self) -> bool:
-        """Whether all that were looked at went, so that there may be more."""
+        """Whether anybody went, so that others may be looked at."""
+        went = False
         first = list(itertools.islice(self._queue, 2 * LOOKS))
         for request, decision in plan_pass(
             first, self._view, self._wanted, self._choose, deferred=self._deferred, now=self.now
@@ -138,10 +130,12 @@ class Simulation:
             elif decision.placed and self._place(request, decision):
                 self._queue.serve(request)
                 self._door.left(request)
+            elif decision.kind is Kind.DEFER:
+                continue
             else:
-                if decision.kind is not Kind.DEFER:
-                    return False
-        return not any(request in self._queue for request in first)
+                return False
+            went = True
+        return went
 
     def _view(self) -> FleetView:
         return self._watch.view(self.now)
@@ -170,8 +164,11 @@ class Simulation:
         placement = _Placement(None, None)
         computes = prefill or decode
         assert computes is not None
-        fetch = self._fetch(request, computes, decode)
-        fetches = fetch.tokens if fetch else 0
+        held, receiver = self._watch.held(request.hashes), decode.worker_id if decode else None
+        source = choose_source(
+            self.plan.fetch, request, held, computes.worker_id, receiver, self._view(), self.network, self.now
+        )
+        fetches = source.tokens if source else 0
         try:
             if decode is not None:
                 local = 0 if prefill else fetches
@@ -194,47 +191,11 @@ class Simulation:
             self._watch.placed[name] += 1
         if request.arrival.session is not None:
             self._sessions[request.arrival.session] = frozenset(names)
-        if fetch is not None and job.fetching:
-            self._load(placement, computes, job, fetch.source)
+        if source is not None and job.fetching:
+            self._load(placement, computes, job, self.workers[source.worker_id])
         else:
             computes.kick(self.now)
         return True
-
-    def _fetch(self, request: Request, computes: Worker, decode: Worker | None) -> _Source | None:
-        """What is taken from another worker's cache, because that is faster than computing it: from the decode worker
-        it will go to, or, where the fleet shares its caches, from whoever has most."""
-        fleet = self.plan.fetch is Fetch.FLEET
-        if self.plan.fetch is Fetch.NONE or (decode in (None, computes) and not fleet):
-            return None
-        held = self._watch.held(request.hashes)
-        have, size = held.get(computes.worker_id, 0), self.plan.layout.block_size
-        found = [decode.worker_id] if decode is not None else []
-        if fleet:
-            found = sorted(held, key=lambda name: (-held[name], self.network.free_at(name, computes.worker_id), name))
-        most = max(found, key=lambda name: held.get(name, 0), default="")
-        blocks = min(held.get(most, 0), (request.tokens - 1) // size)
-        if blocks <= have:
-            return None
-        view = self._view()
-        start, end = have * size, blocks * size
-        amount = (end - start) * self.plan.layout.token_bytes
-        waits = max(0.0, self.network.free_at(most, computes.worker_id) - self.now)
-        fetching = waits + self.network.seconds(amount) + self.plan.link_latency
-        speed = view.prompt_speed(view.index[computes.worker_id])
-        computing = speed.prompt_seconds(end - start, end**2 - start**2, computes.limits.max_num_batched_tokens)
-        tokens, rate = end - start, (end - start) / computing
-        if decode is not None and most == decode.worker_id:
-            pulls = choose_pull(
-                tokens=tokens,
-                size=amount,
-                bytes_per_second=amount / fetching,
-                round_trip=self.plan.link_latency,
-                tokens_per_second=rate,
-            )
-            taken = pulls.pull
-        else:
-            taken = should_fetch(tokens=tokens, size=amount, fetch_rate=amount / fetching, compute_rate=rate).fetch
-        return _Source(self.workers[most], end) if taken else None
 
     def _load(self, placement: _Placement, computes: Worker, job: Job, source: Worker) -> None:
         size = job.fetching * self.plan.layout.token_bytes

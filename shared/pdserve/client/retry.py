@@ -55,11 +55,11 @@ def retry_delay(
 
     Unavailable is worth another try: nobody was reached, or who was is leaving, and generating changes nothing on the
     server that a second try could disturb. So is a NoCapacity that carries a time. One that does not may be a message
-    over a size limit, and comes out the same each time; so does everything else.
+    over a size limit, and comes out the same each time; so does everything else. A time that either carries is kept.
     """
     if retries >= policy.max_retries:
         return None
-    if isinstance(error, NoCapacity) and error.retry_after is not None:
+    if isinstance(error, NoCapacity | Unavailable) and error.retry_after is not None:
         delay = error.retry_after
     elif isinstance(error, Unavailable):
         # Capped before it is a float: 2.0**1024 is none.

@@ -29,6 +29,9 @@ from pdserve.telemetry.tracing import TRACEPARENT
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
 
+# So many messages for a reader that lags are kept as they came, then they are joined: a token alone in its message
+# weighs ten times what it does among others.
+_KEPT = 256
 # The router ends a request at its deadline; who hears nothing of that for so long, in seconds, ends it here.
 _GRACE = 1.0
 
@@ -109,6 +112,7 @@ class _Lane:
     def __init__(self) -> None:
         self.ended = False
         self._pending: list[pb.GenerateResponse] = []
+        self._loose = 0  # of them at the end, not joined yet
         self._error: PdserveError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -117,6 +121,10 @@ class _Lane:
             self.end(error_from_status(item.error))
         else:
             self._pending.append(item.response)
+            self._loose += 1
+            if self._loose == _KEPT:
+                self._pending[-_KEPT:] = _joined(self._pending[-_KEPT:])
+                self._loose = 0
             self._wake()
 
     def end(self, error: PdserveError) -> None:
@@ -135,7 +143,7 @@ class _Lane:
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        taken, self._pending = self._pending, []
+        taken, self._pending, self._loose = self._pending, [], 0
         return taken if len(taken) == 1 else _joined(taken)
 
     def _wake(self) -> None:
@@ -202,11 +210,13 @@ def _closed() -> RpcError:
 def _joined(responses: list[pb.GenerateResponse]) -> list[pb.GenerateResponse]:
     """Neighbouring outputs as one."""
     found: list[pb.GenerateResponse] = []
-    for response in responses:
-        if response.HasField("output") and found and found[-1].HasField("output"):
-            last = found[-1].output
-            last.tokens.extend(response.output.tokens)
-            last.text += response.output.text
+    for is_output, group in itertools.groupby(responses, lambda response: response.HasField("output")):
+        first, *others = group
+        found.append(first)
+        if is_output:
+            first.output.text = "".join([first.output.text, *(other.output.text for other in others)])
+            for other in others:
+                first.output.tokens.extend(other.output.tokens)
         else:
-            found.append(response)
+            found += others
     return found

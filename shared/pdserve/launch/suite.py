@@ -98,6 +98,11 @@ class Suite:
         assert self.failure is not None
         return self.failure
 
+    def kill(self) -> None:
+        """SIGKILL to all, and to what they started; `stop` waits for their end."""
+        for service in self.services:
+            service.kill()
+
     async def stop(self) -> None:
         """SIGTERM to all, then SIGKILL to what is left after the grace. Returns once all are gone; may be repeated."""
         for service in self.services:
@@ -107,8 +112,7 @@ class Suite:
             if waits:
                 await asyncio.wait(waits, timeout=self._stop_grace)
         finally:  # also when this wait is cancelled: then at once
-            for service in self.services:
-                service.kill()
+            self.kill()
         for service in self.services:
             await service.close()
 

@@ -170,11 +170,11 @@ class FairQueue(Generic[T]):
         if group is None or not group.lines:
             return cost, count
         own = group.known.get(tenant, _Line(tenant, group))
-        before = own.places[: bisect_right(own.places, rank, key=lambda place: place.rank)]
-        until = own.counter if own.places else max(own.counter, group.lines[0].counter)
-        until += sum(place.cost for place in before)
-        count += len(before)
-        cost += sum(place.cost for place in before)
+        before = bisect_right(own.places, rank, key=lambda place: place.rank)
+        last = before == len(own.places)
+        before_cost = own.cost if last else sum(place.cost for place in own.places[:before])
+        cost, count = cost + before_cost, count + before
+        until = before_cost + (own.counter if own.places else max(own.counter, group.lines[0].counter))
         for line in group.lines:
             if line.counter > until:
                 break

@@ -6,12 +6,9 @@ import re
 from argparse import Action, HelpFormatter
 
 _KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT", "ByteSize": "SIZE", "Path": "PATH"}
-# By the end of a field's name, where it says more than the type.
-_ENDINGS = {
-    "seconds": "SECONDS",
-    "ms": "MILLISECONDS",
-    "percentile": "PERCENT",
-    "port": "PORT",
+# By the end of a field's name, where that says more than the type.
+_NUMBERS = {"seconds": "SECONDS", "ms": "MILLISECONDS", "percentile": "PERCENT", "port": "PORT"}
+_TEXTS = {
     "host": "HOST",
     "endpoint": "HOST:PORT",
     "worker": "HOST:PORT",
@@ -20,8 +17,7 @@ _ENDINGS = {
     "model": "MODEL",
     "dir": "FOLDER",
 }
-_TEXTS = frozenset({"HOST", "HOST:PORT", "MODEL", "FOLDER"})  # what no number is
-_NO_DEFAULT = re.compile(r" \((default: (None|\[\])|default factory: [^)]*)\)$")
+_NO_DEFAULT = re.compile(r" \((default: (None|\[\])?|default factory: [^)]*)\)$")
 
 
 def metavar(name: str, kind: str) -> str:
@@ -29,8 +25,8 @@ def metavar(name: str, kind: str) -> str:
     kind = kind.removeprefix("list[").removesuffix("]")
     if kind not in _KINDS:
         return kind
-    word = _ENDINGS.get(re.split("[_-]", name)[-1], _KINDS[kind])
-    return _KINDS[kind] if (word in _TEXTS) != (kind in ("str", "Path")) and word != _KINDS[kind] else word
+    endings = _TEXTS if kind in ("str", "Path") else _NUMBERS
+    return endings.get(re.split("[_-]", name)[-1], _KINDS[kind])
 
 
 class Help(HelpFormatter):

@@ -20,7 +20,11 @@ policies = st.builds(
     st.floats(1e-3, 60.0),
     st.floats(1.0, 1e3),
 )
-worth_it = st.one_of(st.just(Unavailable("gone")), seconds.map(lambda after: NoCapacity("full", after)))
+worth_it = st.one_of(
+    st.just(Unavailable("gone")),
+    seconds.map(lambda after: NoCapacity("full", after)),
+    seconds.map(lambda after: Unavailable("no worker", after)),
+)
 FINAL = [
     InvalidRequest("text", "empty"),
     UnknownModel("no model 'x'"),
@@ -45,9 +49,9 @@ def test_a_time_that_the_server_names_is_kept_to_the_letter(
     policy: RetryPolicy, after: float, retries: int, remaining: float | None, chance: float
 ) -> None:
     """Neither earlier nor later, whatever the policy's own backoff is; or not at all, where the deadline is sooner."""
-    delay = retry_delay(policy, NoCapacity("full", after), retries, remaining, chance)
     allowed = retries < policy.max_retries and (remaining is None or after < remaining)
-    assert delay == (after if allowed else None)
+    for error in (NoCapacity("full", after), Unavailable("no worker", after)):
+        assert retry_delay(policy, error, retries, remaining, chance) == (after if allowed else None)
 
 
 @given(policies, st.integers(0, 2000), chances)

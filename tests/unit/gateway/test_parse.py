@@ -93,7 +93,7 @@ def test_content_is_text_or_text_parts(content: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("content", "code"),
     [
-        (None, "invalid_value"),
+        (None, "unsupported_parameter"),
         (5, "invalid_value"),
         ([], "invalid_value"),
         (["text"], "invalid_value"),

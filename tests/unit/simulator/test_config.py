@@ -244,11 +244,25 @@ def test_flags_are_over_the_file_and_set_is_over_flags(plan: Path) -> None:
     assert json.loads(CliRunner().invoke(app, [*arguments[:4], "--json"]).stdout)["requests"] == 7
 
 
+def test_answers_of_a_single_token_have_no_gaps() -> None:
+    """Which is null in JSON, and no number in the table."""
+    arguments = ["simulate", "--colocated", "1", "--prompt-tokens", "9", "--output-tokens", "1", "--rate", "1"]
+    arguments += ["--requests", "2"]
+    itl = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["itl"]
+    assert itl == {"mean": None, "p50": None, "p90": None, "p99": None}
+    table = CliRunner().invoke(app, arguments).stdout
+    assert "| between tokens" in table and "nan" not in table
+
+
 def test_nothing_to_simulate_is_said() -> None:
-    """Without a file and flags both halves are missing."""
-    result = CliRunner().invoke(app, ["simulate"])
+    """With the flags that would do; and what a flag alone lacks."""
+    for flags in ([], ["--prefill", "1"]):
+        result = CliRunner().invoke(app, ["simulate", *flags])
+        assert result.exit_code == 2 and "give a file, or flags" in result.stderr
+    result = CliRunner().invoke(app, ["simulate", "--colocated", "1", "--prompt-tokens", "9"])
     assert result.exit_code == 2
-    assert "fleet: must be said" in result.stderr and "workload: must be said" in result.stderr
+    assert "workload.synthetic.rate: must be said" in result.stderr
+    assert "workload.synthetic.output: must be said" in result.stderr
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

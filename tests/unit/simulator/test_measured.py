@@ -38,8 +38,8 @@ def test_pools_take_the_mean_of_their_workers(tmp_path: Path) -> None:
 
 
 def test_workers_that_do_both_stand_in(tmp_path: Path) -> None:
-    """Where no prefill worker knows, whoever does."""
-    path = write(tmp_path / "s", ("decode", "m", FAST), ("prefill", "m", COLD))
+    """Where no prefill worker knows, whoever does. A fleet has others, too, which compute nothing."""
+    path = write(tmp_path / "s", ("decode", "m", FAST), ("prefill", "m", COLD), ("prefix-cache", "", COLD))
     assert read_measured(path) == Measured(FAST, FAST)
 
 
