@@ -40,6 +40,7 @@ class Script(Routers):
         super().__init__([])
         self.asked: list[dict[str, Any]] = []
         self.closed = asyncio.Event()
+        self.told = 0  # outputs
         self._text, self._bug = text, bug
 
     @contextlib.contextmanager
@@ -125,7 +126,7 @@ def test_a_client_that_does_not_read_is_left(loop: Loop, caplog: pytest.LogCaptu
                     await routers.closed.wait()
                     while await figure(url, "requests_in_flight", route=PATH):
                         pass
-                # 64 KiB each. What nobody reads is not asked for: only buffers of the system and of one message fill up.
+                # 64 KiB each. What nobody reads is not asked for: only the system's buffers fill up.
                 assert 0 < routers.told < 500
                 assert await figure(url, "stream_errors_total", route=PATH) == 1
                 assert await figure(url, "disconnects_total", route=PATH) == 0

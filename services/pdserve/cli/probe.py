@@ -204,9 +204,8 @@ async def _config_folder(model: str) -> Path:
 
 def _fetch_config(name: str) -> Path:
     """The folder with a hub model's config.json, in the hub's own cache. Raises ModelError."""
-    from huggingface_hub import hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import get_session, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.utils import get_session
 
     try:
         if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):

@@ -41,7 +41,7 @@ class View:
 
 
 def state_of(worker: FleetWorker) -> str:
-    """A worker's state in a word: up, draining, lost (it was there), or unreachable (it never answered)."""
+    """A worker's state in a word: up, draining, lost (it was there), or unreachable (it has not answered yet)."""
     if not worker.connected:
         return "lost" if worker.worker_id else "unreachable"
     return "draining" if worker.draining else "up"

@@ -31,13 +31,13 @@ class RouterSettings(ServiceSettings):
         15.0, ge=0, description="how long an endpoint that never answered is taken for a worker that still starts"
     )
 
-    no_worker: NoWorker = Field(
-        NoWorker.WAIT,
+    no_worker: Literal["wait", "local", "fail"] = Field(
+        "wait",
         description="while no worker of a role is up: wait, let decode workers compute prompts (local), or fail",
     )
     no_worker_seconds: float = Field(30.0, ge=0, description="how long a request waits for a worker to come up")
-    protect: Protect = Field(
-        Protect.ITL,
+    protect: Literal["protect-itl", "protect-ttft"] = Field(
+        "protect-itl",
         description="which stated target goes first where not both can be kept: with protect-itl prompts wait before"
         " decode workers get more answers than they have time for",
     )
@@ -66,7 +66,7 @@ class RouterSettings(ServiceSettings):
     @property
     def rules(self) -> Rules:
         """What decisions go by."""
-        return Rules(self.protect, self.local_prefill, self.no_worker, self.no_worker_seconds)
+        return Rules(Protect(self.protect), self.local_prefill, NoWorker(self.no_worker), self.no_worker_seconds)
 
     @property
     def slo_stated(self) -> bool:

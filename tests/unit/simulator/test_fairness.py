@@ -15,8 +15,8 @@ LAYOUT = KVLayout(16, 40, 40, 128, "float16", bytes(16))
 LIMITS = WorkerLimits(100_000, max_num_seqs=512, max_num_batched_tokens=2048)
 # A prompt of 2,048 tokens takes a third of a second: two workers compute six of them in a second.
 PLAN = FleetPlan(LAYOUT, Fitted((22.0, 0.14, 8e-6), (23.0, 6e-4, 0.06)), 2, 2, 0, LIMITS, LIMITS)
-QUIET = [Arrival(0.53 + 9.7 * number, 2048, 4, tenant="quiet") for number in range(10)]
-FLOOD = [Arrival(0.1 * number, 2048, 4, tenant="flood") for number in range(1000)]
+QUIET = [Arrival(0.53 + 9.7 * number, 2048, 4, tenant="quiet") for number in range(5)]
+FLOOD = [Arrival(0.1 * number, 2048, 4, tenant="flood") for number in range(500)]
 
 
 def quiet_ttfts(arrivals: list[Arrival]) -> list[float]:
@@ -36,7 +36,7 @@ def test_a_flood_does_not_starve_another_tenant() -> None:
 
 
 def test_without_tenants_it_would() -> None:
-    """The same load of one tenant: first come, first served, so that the last one waits for half a minute."""
+    """The same load of one tenant: first come, first served, so that the last one waits for a quarter of a minute."""
     one = [replace(arrival, tenant="") for arrival in QUIET + FLOOD]
     assert quiet_ttfts(one)[-1] > 20 * quiet_ttfts(QUIET)[-1]
 
