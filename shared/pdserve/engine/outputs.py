@@ -49,8 +49,8 @@ class PromptDone(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """The engine's state; fields as in worker.proto's WorkerLoad. Those from `busy_seconds` to `prefix_hits` count since
-    it started; the last two are prompt tokens looked up in its own cache, and those found there."""
+    """The engine's state; fields as in worker.proto's WorkerLoad. `busy_seconds` to `prefix_hits` count since it
+    started; the last two are prompt tokens looked up in its own cache, and those found there."""
 
     free_blocks: int
     cached_blocks: int
