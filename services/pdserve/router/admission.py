@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import structlog
 
 from pdserve.core.errors import TenantLimited, TooLate
-from pdserve.policy.admission import Admission, Target, admit
-from pdserve.policy.fleet import PlacementRequest
+from pdserve.policy.admission import Admission, admit
+from pdserve.policy.fleet import PlacementRequest, Target
 from pdserve.policy.forecast import Ahead
 from pdserve.policy.limits import Limit, Refusal, TenantLimits
 from pdserve.policy.routing import Decision, Kind
@@ -40,9 +40,9 @@ class Door:
         self.limits = TenantLimits(settings.tenant_max_requests, settings.tenant_tokens_per_minute)
 
     @asynccontextmanager
-    async def entered(self, wishes: Wishes, stated: frozenset[Target], measure: Measure) -> AsyncIterator[Visit]:
+    async def entered(self, wishes: Wishes, measure: Measure) -> AsyncIterator[Visit]:
         """A request's scope, from its arrival to its end. Raises TenantLimited."""
-        began, visit = _now(), Visit(self, wishes, stated, measure)
+        began, visit = _now(), Visit(self, wishes, measure)
         visit.check(self.limits.enter(wishes.tenant, began))
         try:
             yield visit
@@ -58,7 +58,6 @@ class Visit:
 
     door: Door
     wishes: Wishes
-    stated: frozenset[Target]
     measure: Measure
     taken: int = 0
     prompt_tokens: int = 0
@@ -90,14 +89,14 @@ class Visit:
     async def _foresee(self, resolved: ResolvedRequest, deadline: float) -> None:
         fleet, model, spec = self.door.fleet, resolved.model, resolved.spec
         ahead = self.door.ahead(model, self.wishes, spec.priority)
-        if not self.stated and not ahead.count:
+        if not self.wishes.stated and not ahead.count:
             return  # workers' own queues are short, so there is nothing that its deadline could be too early for
         request = PlacementRequest(
             tokens=spec.prompt_len,
             remaining=spec.params.max_tokens,
             expected=self.door.expected(model),
             targets=self.wishes.targets,
-            stated=bool(self.stated),
+            stated=self.wishes.stated,
             waited=self.measure.timeline.waited,
             draw=self.measure.timeline.arrived,
         )
@@ -112,7 +111,7 @@ class Visit:
 
     def _ask(self, resolved: ResolvedRequest, request: PlacementRequest, ahead: Ahead, deadline: float) -> Admission:
         view, rules = self.door.fleet.view(resolved.model), self.door.settings.rules
-        return admit(view, request, ahead, rules, stated=self.stated, time_left=deadline - _now())
+        return admit(view, request, ahead, rules, time_left=deadline - _now())
 
     def _tell(self, why: Limit | Target, reason: str, retry_after: float) -> None:
         self.measure.turned_away(why)

@@ -69,11 +69,6 @@ class RouterSettings(ServiceSettings):
         return Rules(Protect(self.protect), self.local_prefill, NoWorker(self.no_worker), self.no_worker_seconds)
 
     @property
-    def slo_stated(self) -> bool:
-        """Whether somebody set a target: one that nobody set only measures."""
-        return bool({"slo_ttft_ms", "slo_itl_ms"} & self.model_fields_set)
-
-    @property
     def slo(self) -> SloTargets:
         """What a request is promised that names no targets of its own."""
         return SloTargets(self.slo_ttft_ms / 1e3, self.slo_itl_ms / 1e3, self.slo_itl_percentile)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pdserve.core.slo import SloTargets
 from pdserve.policy.disaggregation import Local
-from pdserve.policy.fleet import PlacementRequest
+from pdserve.policy.fleet import PlacementRequest, Target
 from pdserve.policy.options import Option
 from pdserve.policy.routing import Decision, Kind
 from pdserve.telemetry import names
@@ -36,7 +36,7 @@ class Entry:
     waited: float
     tokens: int
     targets: SloTargets
-    stated: bool
+    stated: frozenset[Target]
 
     @property
     def best(self) -> Option | None:
@@ -139,7 +139,7 @@ def _entry_to_proto(entry: Entry) -> decision_pb2.Decision:
         decode_cached_tokens=best.there if best and named else 0,
         ttft_target_ms=1e3 * entry.targets.ttft,
         itl_target_ms=1e3 * entry.targets.itl,
-        targets_stated=entry.stated,
+        targets_stated=bool(entry.stated),
         candidates=map(_option_to_proto, decision.options),
         considered=decision.considered,
         local_reason=_local(best) if decision.kind is Kind.LOCAL else _REMOTE,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from pdserve.policy.disaggregation import Rules
 from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue
 from pdserve.policy.fleet import FleetView, PlacementRequest
 from pdserve.policy.forecast import Ahead
-from pdserve.policy.queueing import plan_pass
+from pdserve.policy.queueing import Deferral, plan_pass
 from pdserve.policy.routing import Decision, Kind, choose_pair, choose_prefill
 from pdserve.router.assignment import Assignment, assign
 from pdserve.router.conversations import Conversations, Pace
@@ -40,6 +41,7 @@ class _Queue:
     """One model's."""
 
     waiting: FairQueue[Waiting] = field(default_factory=FairQueue)
+    deferred: dict[Waiting, Deferral] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
     down_since: float | None = None  # the loop's time from which on nobody is up for its head
     told: str = ""
@@ -51,6 +53,7 @@ class _Queue:
         """Does nothing where it does not wait."""
         if item in self.waiting:
             (self.waiting.serve if served else self.waiting.remove)(item)
+            self.deferred.pop(item, None)
 
 
 class Dispatcher:
@@ -76,15 +79,11 @@ class Dispatcher:
 
     def ahead(self, model: ServedModel, wishes: Wishes, priority: int) -> Ahead:
         """What waits for `model` and would be placed before a new request of that tenant and priority."""
-        queue, tokens, squares, count = self._queues[model.name].waiting, 0, 0, 0
-        if queue:
-            now = asyncio.get_running_loop().time()
-            probe = Waiting(model, 0, 0, priority, False, now, next(self._arrivals), {}, Refusals(), wishes)
-            queue.add(probe, wishes.tenant, probe.rank, 0)
-            for item in itertools.takewhile(lambda item: item is not probe, queue):
-                tokens, squares, count = tokens + item.tokens, squares + item.tokens**2, count + 1
-            queue.remove(probe)
-        return Ahead(tokens, squares, count)
+        due = asyncio.get_running_loop().time() + wishes.targets.ttft
+        rank = (*fresh_class(priority), True, due, math.inf)
+        tokens, count = self._queues[model.name].waiting.ahead(wishes.tenant, rank)
+        # As if all were of one length, which is the least that their squares can be: nobody is refused for a guess.
+        return Ahead(tokens, tokens**2 // max(1, count), count)
 
     def expected(self, model: ServedModel) -> int:
         """Tokens of an answer, as they were lately; 0: not known yet."""
@@ -171,7 +170,11 @@ class Dispatcher:
             requests[item] = self._request(item, queue)
             return requests[item]
 
-        for item, decision in plan_pass(first, lambda: self._fleet.view(model), request_of, self._choose):
+        now = asyncio.get_running_loop().time()
+        plan = plan_pass(
+            first, lambda: self._fleet.view(model), request_of, self._choose, deferred=queue.deferred, now=now
+        )
+        for item, decision in plan:
             item.log.note(decision, requests[item], time.time_ns())
             item.reason = decision.reason
             if decision.placed:
@@ -187,7 +190,8 @@ class Dispatcher:
             else:
                 waits = waits or decision.reason
                 self._note_down(queue, decision)
-        self._tell(name, queue, waits)
+        if requests:  # else everybody waits for what they waited for before
+            self._tell(name, queue, waits)
         return placed
 
     def _request(self, item: Waiting, queue: _Queue) -> PlacementRequest:

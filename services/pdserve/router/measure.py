@@ -8,7 +8,7 @@ import grpc
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.slo import Outcome, SloTargets, judge
-from pdserve.policy.admission import Target
+from pdserve.policy.fleet import Target
 from pdserve.policy.limits import Limit
 from pdserve.policy.routing import Decision
 from pdserve.router.decisions import DecisionLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.core.slo import Outcome, Verdict
-from pdserve.policy.admission import Target
+from pdserve.policy.fleet import Target
 from pdserve.policy.limits import Limit
 from pdserve.policy.routing import Decision
 from pdserve.v1 import inference_pb2

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from pdserve.core.slo import SloTargets
-from pdserve.policy.admission import Target
-from pdserve.policy.fleet import Role
+from pdserve.policy.fleet import Role, Target
 from pdserve.policy.limits import Limit
 from pdserve.policy.routing import Decision
 from pdserve.router.fleet import Fleet

@@ -7,8 +7,8 @@ from functools import partial
 import grpc
 
 from pdserve.core.slo import Outcome, Verdict
-from pdserve.policy.admission import Target
 from pdserve.policy.disaggregation import Local
+from pdserve.policy.fleet import Target
 from pdserve.policy.limits import Limit
 from pdserve.policy.routing import Decision, Kind
 from pdserve.router.meter import Ended

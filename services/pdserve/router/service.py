@@ -132,12 +132,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if fleet is None or dispatcher is None or door is None or self._draining:
             raise Unavailable("this router is draining" if self._draining else "this router is starting")
         model = self._models.get(request.model)
-        stated = stated_targets(request.slo, self._settings)
         wishes = Wishes(
             tenant=check_tenant(metadata.get(TENANT, ANONYMOUS)),
             session=request.session_id,
             targets=promised(request.slo, self._settings.slo),
-            stated=bool(stated),
+            stated=stated_targets(request.slo, self._settings),
         )
         measure.started(model.name, wishes.targets)
         request_id = resolve_request_id(request.request_id or metadata.get("x-request-id", ""))
@@ -152,7 +151,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise Unavailable(f"no worker of {model.name} has answered yet")
         with log_request(request_id):
             try:
-                async with asyncio.timeout_at(deadline), door.entered(wishes, stated, measure) as visit:
+                async with asyncio.timeout_at(deadline), door.entered(wishes, measure) as visit:
                     resolved = await resolve(request, model, facts, request_id)
                     await visit.admit(resolved, deadline)
                     run = RequestRun(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pdserve.core.layout import KVLayout
 from pdserve.core.slo import SloTargets
 from pdserve.policy.fairness import Rank
-from pdserve.policy.fleet import DEFAULT_TARGETS
+from pdserve.policy.fleet import DEFAULT_TARGETS, Target
 from pdserve.router.assignment import Assignment
 from pdserve.router.decisions import DecisionLog
 from pdserve.router.models import ServedModel
@@ -43,13 +43,13 @@ class Refusals:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Who asks, and what for beside an answer. `session` names its conversation. The targets are `stated` where the
-    request named them, or whoever runs the router did: then it waits, or is refused, for their sake."""
+    """Who asks, and what for beside an answer. `session` names its conversation. `stated` are
+    those of the targets that the request named, or whoever runs the router: for their sake it waits, or is refused."""
 
     tenant: str = ""
     session: str = ""
     targets: SloTargets = DEFAULT_TARGETS
-    stated: bool = False
+    stated: frozenset[Target] = frozenset()
 
 
 def fresh_class(priority: int) -> Rank:

@@ -48,8 +48,8 @@ class Door:
         if self._reject is Reject.PREDICTED:
             return not admit(view, wanted, ahead).admitted
         times = Forecast(view, wanted, ahead, DEFAULT_RULES).ttft()
-        late = times is not None and times[0] > wanted.targets.ttft >= times[1]
-        return late or all(self._crowded(worker, wanted.tokens, wanted.targets) for worker in self._decodes)
+        late = times is not None and times[0] > wanted.planned.ttft >= times[1]
+        return late or all(self._crowded(worker, wanted.tokens, wanted.planned) for worker in self._decodes)
 
     def sends_back(self, request: Request, decode: Worker, targets: SloTargets | None) -> bool:
         """When its prompt is through."""

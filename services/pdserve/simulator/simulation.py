@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.core.slo import Outcome
 from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue, Rank
-from pdserve.policy.fleet import DEFAULT_TARGETS, FleetView, PlacementRequest, Role, aim
+from pdserve.policy.fleet import BOTH, DEFAULT_TARGETS, FleetView, PlacementRequest, Role
 from pdserve.policy.queueing import LOOKS, Deferral, plan_pass
 from pdserve.policy.routing import Decision, Kind, choose_pair
 from pdserve.simulator.fetching import choose_source
@@ -47,7 +47,7 @@ class Simulation:
         self.network = Network(plan.link_bytes_per_second, plan.link_latency)
         self.exposed_seconds = self.wasted_prefill_seconds = 0.0
         self.decisions = 0
-        self._targets = aim(plan.targets) if plan.targets else DEFAULT_TARGETS
+        self._targets = plan.targets or DEFAULT_TARGETS
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
         self._queue: FairQueue[Request] = FairQueue()
@@ -152,7 +152,7 @@ class Simulation:
             expected=round(self._answered_tokens / self._answers) if self._answers else 0,
             near=self._sessions.get(session, frozenset()) if session is not None else frozenset(),
             targets=self._targets,
-            stated=self.plan.targets is not None,
+            stated=BOTH if self.plan.targets else frozenset(),
             waited=self.now - request.arrival.at,
             down_for=self.now - max(since, request.arrival.at),
             draw=request.number,

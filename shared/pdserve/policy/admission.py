@@ -12,28 +12,16 @@ goes away: an estimate that is wrong can be corrected, because somebody is being
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
-from enum import StrEnum
 
 from pdserve.policy.disaggregation import Protect, Rules
-from pdserve.policy.fleet import FleetView, PlacementRequest
+from pdserve.policy.fleet import AIM, FleetView, PlacementRequest, Target
 from pdserve.policy.forecast import Ahead, Forecast
 from pdserve.policy.routing import DEFAULT_RULES
 
 RETRY_MIN, RETRY_MAX = 0.1, 30.0  # seconds, bounds of what a refused request is told to wait
+_IN_HAND = f" with {1 - AIM:.0%} in hand"
 _STEPS = 12  # halvings of RETRY_MAX: to 10 ms
-
-
-class Target(StrEnum):
-    """What would not be kept."""
-
-    TTFT = "ttft"
-    ITL = "itl"
-    DEADLINE = "deadline"
-
-
-BOTH = (Target.TTFT, Target.ITL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +47,26 @@ def admit(
     ahead: Ahead,
     rules: Rules = DEFAULT_RULES,
     *,
-    stated: Collection[Target] = BOTH,
     time_left: float = math.inf,
 ) -> Admission:
-    """Decide for one request at the door. `stated` are those of its targets that somebody asked for (none are, where
-    `request.stated` is not set); `time_left` is the time to its deadline, in seconds."""
-    stated = stated if request.stated else ()
+    """Decide for one request at the door; `time_left` is the time to its deadline, in seconds."""
     forecast = Forecast(view, request, ahead, rules)
     times = forecast.ttft()
     if times is None:
         return Admission("nothing is known yet of how fast prompts are computed")
     ttft, idle = times
-    left = request.targets.ttft - request.waited if Target.TTFT in stated else math.inf
-    gap, wait = _gap(forecast, request, ttft, left, rules, judged=Target.ITL in stated)
+    left = request.planned.ttft - request.waited if Target.TTFT in request.stated else math.inf
+    gap, wait = _gap(forecast, request, ttft, left, rules)
     misses: list[tuple[float, Target, str]] = []
     if idle <= time_left < ttft:
         said = f"its deadline is in {time_left:.3g} s, and the first token would come in {ttft:.3g} s"
         misses.append((ttft - time_left, Target.DEADLINE, said))
     if idle <= left < ttft:
-        asked = f"{1e3 * request.targets.ttft:g} ms to the first token"
-        misses.append((ttft - left, Target.TTFT, f"{asked} would not be kept: it would come in {1e3 * ttft:.0f} ms"))
+        asked = f"{1e3 * request.targets.ttft:g} ms to the first token would not be kept{_IN_HAND}"
+        misses.append((ttft - left, Target.TTFT, f"{asked}: it would come in {1e3 * ttft:.0f} ms"))
     if wait > 0 and gap is not None:
-        asked = f"{1e3 * request.targets.itl:g} ms between tokens"
-        misses.append((wait, Target.ITL, f"{asked} would not be kept: it would be {1e3 * gap:.1f} ms"))
+        asked = f"{1e3 * request.targets.itl:g} ms between tokens would not be kept{_IN_HAND}"
+        misses.append((wait, Target.ITL, f"{asked}: it would be {1e3 * gap:.1f} ms"))
     if not misses:
         return Admission("its targets would be kept, or none were stated", None, ttft, gap)
     _, missed, said = misses[0]
@@ -90,9 +75,9 @@ def admit(
 
 
 def _gap(
-    forecast: Forecast, request: PlacementRequest, ttft: float, left: float, rules: Rules, *, judged: bool
+    forecast: Forecast, request: PlacementRequest, ttft: float, left: float, rules: Rules
 ) -> tuple[float | None, float]:
-    """What would lie between its tokens, and for how long that is above the target; 0 where it is not, or not `judged`.
+    """What would lie between its tokens, and for how long that is above the target; 0 where it is not, or not stated.
 
     Where gaps are protected the router holds the request until some decode worker has room for its tokens in time, as
     long as the first one may still come: the load of that moment decides.
@@ -100,8 +85,8 @@ def _gap(
     if not forecast.knows_gaps:
         return None, 0.0
     moment = max(ttft, left) if rules.protect is Protect.ITL and left < math.inf else ttft
-    gap, target = forecast.gap(moment), request.targets.itl
-    if not judged or gap <= target or forecast.idle_gap > target:
+    gap, target = forecast.gap(moment), request.planned.itl
+    if Target.ITL not in request.stated or gap <= target or forecast.idle_gap > target:
         return gap, 0.0
     least, most = 0.0, RETRY_MAX
     for _ in range(_STEPS):

@@ -24,6 +24,17 @@ def aim(targets: SloTargets) -> SloTargets:
     return SloTargets(AIM * targets.ttft, AIM * targets.itl, targets.itl_percentile)
 
 
+class Target(StrEnum):
+    """What would not be kept."""
+
+    TTFT = "ttft"
+    ITL = "itl"
+    DEADLINE = "deadline"
+
+
+BOTH = frozenset((Target.TTFT, Target.ITL))
+
+
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
@@ -183,8 +194,8 @@ class PlacementRequest:
     `excluded` are workers that refused it a moment ago, and `was_refused` says that one did at any time: from then on
     its cached blocks are not counted as room. `near` are workers that had its conversation last.
 
-    `waited` are the seconds since it arrived, `down_for` those since which no worker was up for it. It is `stated`
-    where somebody asked for its `targets`: then it waits for a place that keeps them. `draw` is its random number, for
+    `waited` are the seconds since it arrived, `down_for` those since which no worker was up for it. `stated` are those
+    of its `targets` that somebody asked for: it waits for a place that keeps them. `draw` is its random number, for
     fleets of which only a sample is looked at.
     """
 
@@ -196,10 +207,15 @@ class PlacementRequest:
     expected: int = 0
     near: frozenset[str] = frozenset()
     targets: SloTargets = DEFAULT_TARGETS
-    stated: bool = False
+    stated: frozenset[Target] = frozenset()
     waited: float = 0.0
     down_for: float = 0.0
     draw: int = 0
+
+    @property
+    def planned(self) -> SloTargets:
+        """What to plan for."""
+        return aim(self.targets) if self.stated else self.targets
 
     def blocks(self, worker: WorkerView, *, decoding: bool) -> int:
         """KV blocks that the sequence takes on `worker`: its given tokens, and, where it decodes, a look-ahead."""

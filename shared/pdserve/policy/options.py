@@ -175,7 +175,8 @@ class Judge:
         if not prefills:
             alone = min((self._compute(option.worker, option.held) for option in decodes), default=0.0)
         gap = min((view.answer_speed(o.worker).decode_seconds(1, request.tokens) for o in decodes), default=0.0)
-        self.ttft, self.itl = max(request.targets.ttft, 1.5 * alone), max(request.targets.itl, 1.1 * gap)
+        targets = request.planned
+        self.ttft, self.itl = max(targets.ttft, 1.5 * alone), max(targets.itl, 1.1 * gap)
 
     def remote(self, prefill: PrefillOption, decode: DecodeOption | None) -> Option:
         """Prefill there, decode here; without a decode worker nobody takes the KV."""

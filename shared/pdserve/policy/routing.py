@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pdserve.policy.disaggregation import Places, Protect, Rules, gives_up, holds_prompt, prefill_places
-from pdserve.policy.fleet import FleetView, PlacementRequest, WorkerView
+from pdserve.policy.fleet import FleetView, PlacementRequest, Target, WorkerView
 from pdserve.policy.options import (
     DecodeOption,
     Judge,
@@ -121,7 +121,7 @@ def _decide(found: list[Option], request: PlacementRequest, places: Places, rule
     # A decode worker that takes no prompts now is waited for only where there is nobody else.
     found = [option for option in found if option.prefill or option.accepts] or found
     best, shown, count = found[0], tuple(found[:SHOWN]), len(found)
-    if request.stated and rules.protect is Protect.ITL and best.slow:
+    if Target.ITL in request.stated and rules.protect is Protect.ITL and best.slow:
         itl = 1e3 * request.targets.itl
         return Decision(Kind.WAIT, f"no decode worker would keep {itl:g} ms between tokens", None, None, shown, count)
     if not best.accepts:

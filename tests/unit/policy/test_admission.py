@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pdserve.core.layout import KVLayout
 from pdserve.core.slo import SloTargets
-from pdserve.policy.admission import RETRY_MAX, RETRY_MIN, Admission, Target, admit
+from pdserve.policy.admission import RETRY_MAX, RETRY_MIN, Admission, admit
 from pdserve.policy.disaggregation import NoWorker, Protect, Rules
 from pdserve.policy.estimate import UNKNOWN, Speed
-from pdserve.policy.fleet import FleetView, LinkFacts, PlacementRequest, Role, WorkerView
+from pdserve.policy.fleet import AIM, BOTH, FleetView, LinkFacts, PlacementRequest, Role, Target, WorkerView
 from pdserve.policy.forecast import Ahead
 from pdserve.policy.predict import HANDOFF
 
@@ -44,8 +44,9 @@ def view(*workers: WorkerView, unanswered: tuple[str, ...] = ()) -> FleetView:
 
 
 def request(tokens: int = 100, ttft: float = 0.5, itl: float = 0.05, **options: object) -> PlacementRequest:
-    """Answers of 100 tokens are expected."""
-    made = PlacementRequest(tokens, 200, targets=SloTargets(ttft, itl, 99.0), stated=True, expected=100)
+    """Planned with `ttft` and `itl`, so somewhat more was asked for; answers of 100 tokens are expected."""
+    asked = SloTargets(ttft / AIM, itl / AIM, 99.0)
+    made = PlacementRequest(tokens, 200, targets=asked, stated=BOTH, expected=100)
     return replace(made, **options)  # type: ignore[arg-type]
 
 
@@ -75,7 +76,7 @@ def test_a_queue_at_the_worker_and_in_the_router_delays_the_first_token() -> Non
     refused = admit(fleet, request(), waiting(300))
     assert (refused.admitted, refused.missed) == (False, Target.TTFT)
     assert close(refused.ttft, 0.602) and close(refused.retry_after, 0.102)
-    assert refused.reason.startswith("500 ms to the first token would not be kept: it would come in 602 ms; 1 requests")
+    assert refused.reason.endswith("it would come in 602 ms; 1 requests wait ahead")
 
 
 def test_what_waits_goes_to_whoever_is_free_first() -> None:
@@ -124,11 +125,11 @@ def test_nobody_is_refused_on_a_guess() -> None:
 
 
 def test_a_target_that_nobody_stated_refuses_nobody() -> None:
-    assert admit(IDLE, request(stated=False), waiting(10_000)).admitted
-    assert admit(IDLE, request(), waiting(10_000), stated=[Target.ITL]).admitted
-    assert not admit(IDLE, request(), waiting(10_000), stated=[Target.TTFT]).admitted
+    assert admit(IDLE, request(stated=frozenset()), waiting(10_000)).admitted
+    assert admit(IDLE, request(stated=frozenset({Target.ITL})), waiting(10_000)).admitted
+    assert not admit(IDLE, request(stated=frozenset({Target.TTFT})), waiting(10_000)).admitted
     crowd = view(worker("p0"), worker("d0", sequences=90))
-    assert admit(crowd, request(), NOBODY, stated=[Target.TTFT]).admitted
+    assert admit(crowd, request(stated=frozenset({Target.TTFT})), NOBODY).admitted
 
 
 def test_a_target_that_nobody_could_keep_refuses_nobody() -> None:
@@ -138,6 +139,15 @@ def test_a_target_that_nobody_could_keep_refuses_nobody() -> None:
     assert admit(crowd, request(itl=0.0109), NOBODY).admitted
 
 
+def test_a_twentieth_is_kept_in_hand() -> None:
+    """Of what is predicted to be just in time every second one would be late."""
+    asked = request(targets=SloTargets(0.5, 0.05, 99.0))
+    assert admit(IDLE, asked, waiting(370)).admitted  # 472 ms
+    refused = admit(IDLE, asked, waiting(380))
+    said = "500 ms to the first token would not be kept with 5% in hand: it would come in 482 ms; 1 requests wait ahead"
+    assert (refused.missed, refused.reason) == (Target.TTFT, said)
+
+
 def test_what_has_waited_already_counts() -> None:
     assert admit(IDLE, request(waited=0.39), NOBODY).admitted
     assert admit(IDLE, request(waited=0.3), waiting(90)).admitted
@@ -145,11 +155,11 @@ def test_what_has_waited_already_counts() -> None:
 
 
 def test_hopeless_work_is_refused_whether_or_not_targets_are_stated() -> None:
-    refused = admit(IDLE, request(stated=False), waiting(1000), time_left=1.0)
+    refused = admit(IDLE, request(stated=frozenset()), waiting(1000), time_left=1.0)
     assert (refused.missed, refused.admitted) == (Target.DEADLINE, False)
     assert close(refused.retry_after, 0.102)
     assert refused.reason.startswith("its deadline is in 1 s, and the first token would come in 1.1 s")
-    assert admit(IDLE, request(stated=False), waiting(1000), time_left=1.2).admitted
+    assert admit(IDLE, request(stated=frozenset()), waiting(1000), time_left=1.2).admitted
 
 
 def test_gaps_are_judged_by_the_load_when_the_prompt_is_through() -> None:

@@ -11,7 +11,7 @@ from pdserve.core.layout import KVLayout
 from pdserve.core.slo import SloTargets
 from pdserve.policy.disaggregation import NoWorker, Protect, Rules, holds_prompt
 from pdserve.policy.estimate import Speed
-from pdserve.policy.fleet import FleetView, LinkFacts, PlacementRequest, Role, WorkerView
+from pdserve.policy.fleet import BOTH, FleetView, LinkFacts, PlacementRequest, Role, Target, WorkerView
 from pdserve.policy.routing import Kind, choose_pair
 
 LAYOUT = KVLayout(16, 2, 2, 16, "float32", bytes(16))
@@ -226,12 +226,13 @@ def test_a_stated_target_between_tokens_keeps_prompts_waiting() -> None:
     full = worker("d0", speed=SPEED, reported_sequences=7)  # one more answer: 18 ms a token
     targets = SloTargets(10.0, 0.015, 99.0)
     fleet = view(worker("p0", speed=SPEED), full)
-    assert choose_pair(fleet, request(targets=targets, stated=True)).kind is Kind.WAIT
+    assert choose_pair(fleet, request(targets=targets, stated=BOTH)).kind is Kind.WAIT
     assert choose_pair(fleet, request(targets=targets)).kind is Kind.REMOTE
-    assert choose_pair(fleet, request(targets=targets, stated=True), Rules(protect=Protect.TTFT)).kind is Kind.REMOTE
+    assert choose_pair(fleet, request(targets=targets, stated=frozenset({Target.TTFT}))).kind is Kind.REMOTE
+    assert choose_pair(fleet, request(targets=targets, stated=BOTH), Rules(protect=Protect.TTFT)).kind is Kind.REMOTE
     nobody_could = replace(targets, itl=0.001)
     alone = view(worker("p0", speed=SPEED), worker("d0", speed=SPEED))
-    assert choose_pair(alone, request(targets=nobody_could, stated=True)).kind is Kind.REMOTE
+    assert choose_pair(alone, request(targets=nobody_could, stated=BOTH)).kind is Kind.REMOTE
 
 
 def test_which_violation_is_smaller_depends_on_what_is_protected() -> None:

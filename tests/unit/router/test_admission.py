@@ -7,7 +7,7 @@ import pytest
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.slo import Outcome, SloTargets, Verdict
-from pdserve.policy.admission import Target
+from pdserve.policy.fleet import Target
 from pdserve.policy.limits import Limit
 from pdserve.router.admission import stated_targets
 from pdserve.router.config import RouterSettings

@@ -15,7 +15,7 @@ from pdserve.client.convert_decisions import explanation_from_proto
 from pdserve.core.slo import SloTargets
 from pdserve.core.trace import TraceSpan
 from pdserve.policy.disaggregation import Local
-from pdserve.policy.fleet import PlacementRequest
+from pdserve.policy.fleet import BOTH, PlacementRequest
 from pdserve.policy.options import Option
 from pdserve.policy.routing import Decision, Kind
 from pdserve.router.decisions import MOST, DecisionLog, attributes
@@ -29,7 +29,7 @@ from pdserve.v1 import inference_pb2
 MS = 1_000_000
 START = 1_700_000_000_000 * MS
 TARGETS = SloTargets(0.3, 0.02, 99.0)
-REQUEST = PlacementRequest(120, 50, targets=TARGETS, stated=True, waited=0.001)
+REQUEST = PlacementRequest(120, 50, targets=TARGETS, stated=BOTH, waited=0.001)
 NO_ROOM = Decision(Kind.WAIT, "no decode worker has room")
 BEST = Option("p0", "d0", 0.01, 0.03, 0.002, 0.012, 0.0, 0.1, 0.25, True, cached=64, there=32)
 OTHER = Option(None, "d1", 0.0, 0.05, 0.0, 0.013, 0.2, 0.0, 0.5, False, True, 16, 16, Local.CONDITIONAL, False)
