@@ -20,8 +20,6 @@ from tests.integration.scraping import scrape
 from tests.integration.suites import BLOCK, CHUNK, prompt, serve
 from tests.tiny_models import make_tiny_model
 
-PAUSE = 0.02  # seconds between two looks at what nobody reports
-
 
 async def cli(*arguments: str) -> tuple[int, str, str]:
     """Run the command with its output in a pipe."""
@@ -45,7 +43,6 @@ async def until(client: Client, request_id: str, there: Callable[[Explanation], 
                 found = await client.explain(request_id)
                 if there(found):
                     return found
-            await asyncio.sleep(PAUSE)
 
 
 def over(found: Explanation) -> bool:

@@ -4,104 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from structlog.testing import capture_logs
 
-from pdserve.client import NO_RETRIES, Client, Finish, FinishReason, Output, PromptInfo, Retry, Session
+from pdserve.client import Client, Finish, FinishReason, Output, PromptInfo, Retry, Session
 from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable, UnknownModel
 from pdserve.core.hashing import block_hashes, root_hash
 from pdserve.core.slo import Outcome, SloTargets, Verdict
-from pdserve.policy.disaggregation import NoWorker
-from pdserve.router.config import RouterSettings
-from pdserve.router.fleet import Fleet
-from pdserve.router.links import Links
 from pdserve.router.meter import Ended, Meter
-from pdserve.router.models import load_models
-from pdserve.router.service import SERVICE, InferenceService
 from pdserve.rpc.errors import DeadlineExceeded, RpcError
-from pdserve.rpc.server import GrpcServer
 from pdserve.telemetry.tracing import MAX_TRACEPARENT, setup_tracing, span, traceparent_of
-from pdserve.v1 import inference_pb2, inference_pb2_grpc
+from pdserve.v1 import inference_pb2
+from tests.integration.router_suite import PATIENCE, Suite, pair, suite, tokenizer_only
 from tests.integration.scripted_worker import LAYOUT, ScriptedWorker, Wire
 from tests.tiny_models import write_tiny_tokenizer
 
-PATIENCE = 5.0
 
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder without weights: the router reads none."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    folder.mkdir()
-    write_tiny_tokenizer(folder)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [258, 256]}')
-    return folder
-
-
-class Suite:
-    def __init__(
-        self, client: Client, fleet: Fleet, service: InferenceService, endpoint: str, wires: Sequence[Wire]
-    ) -> None:
-        self.client, self.fleet, self.service, self.endpoint = client, fleet, service, endpoint
-        self._listeners = [fleet.on_change, *(wire.on_change for wire in wires)]
-
-    async def until(self, condition: Any) -> None:
-        """Wait, on changes of the fleet and on what workers see, until `condition()` holds."""
-        changed = asyncio.Event()
-        for listeners in self._listeners:
-            listeners.append(changed.set)
-        try:
-            async with asyncio.timeout(PATIENCE):
-                while not condition():
-                    changed.clear()
-                    await changed.wait()
-        finally:
-            for listeners in self._listeners:
-                listeners.remove(changed.set)
-
-    def no_accounts_open(self) -> bool:
-        return all(
-            worker.ledger.outstanding_tokens == worker.ledger.sequences == worker.ledger.in_flight_tokens == 0
-            for worker in self.fleet.workers
-        )
-
-
-@asynccontextmanager
-async def suite(
-    folder: Path, *workers: ScriptedWorker, own_workers: bool = True, **settings: Any
-) -> AsyncIterator[Suite]:
-    """A router over `workers`, which run already where they are not its own."""
-    async with AsyncExitStack() as scope:
-        for worker in workers if own_workers else ():
-            await scope.enter_async_context(worker)
-        names = [worker.endpoint for worker in workers]
-        options = RouterSettings.load([])  # defaults
-        options = options.model_copy(update={"worker": names, "model": [f"tiny={folder}"], **settings})
-        models = load_models(options.model, Path)
-        service = InferenceService(options)
-        add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
-        server = await scope.enter_async_context(GrpcServer(options, [(add, service, SERVICE)]))
-        fleet = await scope.enter_async_context(Fleet(options, models))
-        await scope.enter_async_context(Links(fleet))
-        service.start(models, fleet)
-        client = await scope.enter_async_context(Client(server.endpoint, retry=NO_RETRIES))
-        wires = {id(worker.wire): worker.wire for worker in workers}
-        made = Suite(client, fleet, service, server.endpoint, list(wires.values()))
-        await made.until(lambda: all(worker.connected for worker in fleet.workers))
-        yield made
-        await made.until(made.no_accounts_open)
-
-
-def pair(**options: Any) -> tuple[ScriptedWorker, ScriptedWorker]:
-    wire = Wire()
-    return ScriptedWorker("p0", "prefill", wire), ScriptedWorker("d0", "decode", wire, **options)
+    return tokenizer_only(tmp_path_factory.mktemp("model") / "tiny")
 
 
 async def test_a_pair_answers_with_every_value_resolved(folder: Path) -> None:
@@ -534,195 +460,3 @@ async def test_a_draining_worker_gets_nothing_new_and_finishes_what_it_has(folde
 
 
 # A prefill half that fails, and a reservation that stands.
-
-
-def trio(**options: Any) -> tuple[ScriptedWorker, ScriptedWorker, ScriptedWorker]:
-    wire = Wire()
-    p0, p1 = (ScriptedWorker(name, "prefill", wire) for name in ("p0", "p1"))
-    return p0, p1, ScriptedWorker("d0", "decode", wire, **options)
-
-
-async def test_nothing_is_sent_for_a_new_attempt_before_the_decode_worker_agreed(folder: Path) -> None:
-    """Submit and Prefill race; a second Prefill waits for Rearmed, and is given what was shown."""
-    p0, p1, decode = trio()
-    p0.script.append("die")
-    decode.rearms.append("hold")
-    async with suite(folder, p0, p1, decode) as made:
-        asking = asyncio.create_task(made.client.complete("hi"))
-        await made.until(lambda: len(decode.wire.log) >= 2)
-        assert decode.wire.log == ["p0 prefill 1", "d0 rearm 2 by p1"]
-        decode.gate.set()
-        done = await asking
-    assert decode.wire.log == ["p0 prefill 1", "d0 rearm 2 by p1", "d0 rearmed 2", "p1 prefill 2"]
-    assert done.text == "hello" and done.finish.usage.replays == 0
-    assert [bytes(spec.token_ids) for spec in (*p1.seen, *decode.rearmed)] == [b"hih", b"hih"]
-    assert decode.tickets == p0.tickets == p1.tickets and len(decode.tickets) == 1
-    assert (done.finish.usage.prefill_worker, done.finish.usage.decode_worker) == ("p0", "d0")
-
-
-# By p1 where the failure was heard of before the complete KV was: a worker was looked for then, and is not needed.
-SECOND_ATTEMPT = {"d0 rearm 2 by p0", "d0 rearm 2 by p1"}
-
-
-async def test_kv_that_was_complete_in_time_needs_no_second_prefill(folder: Path) -> None:
-    """The prefill worker dies with its first token unsaid: the decode worker knows it."""
-    p0, p1, decode = trio(step=(step := asyncio.Event()))  # or the answer would be over before the failure is known
-    p0.script.append("mute")
-    async with suite(folder, p0, p1, decode) as made:
-        asking = asyncio.create_task(made.client.complete("hi"))
-        await made.until(lambda: SECOND_ATTEMPT & set(decode.wire.log))
-        step.set()
-        done = await asking
-    assert done.text == "hello" and [token.id for token in done.tokens] == [*b"hello", 258]
-    assert p1.seen == [] and len(decode.tickets) == 1 and decode.rearmed == []
-    assert done.finish.usage.prefill_worker == "p0"
-
-
-async def test_a_first_token_whose_logprobs_are_lost_is_made_again(folder: Path) -> None:
-    """The decode worker knows the token, not its logprobs; those were asked for."""
-    p0, p1, decode = trio(step=(step := asyncio.Event()))
-    p0.script.append("mute")
-    async with suite(folder, p0, p1, decode) as made:
-        asking = asyncio.create_task(made.client.complete("hi", logprobs=1))
-        await made.until(lambda: SECOND_ATTEMPT & set(decode.wire.log))
-        step.set()
-        assert (await asking).text == "hello"
-    assert len(p1.seen) == 1 and len(decode.tickets) == 2
-
-
-async def test_a_decode_worker_that_gives_an_attempt_up_is_believed(folder: Path) -> None:
-    """Its prefill call hangs; it is ended, and another worker fills the reservation."""
-    p0, p1, decode = trio(script=("attempt_failed",))
-    p0.script.append("stall")
-    async with suite(folder, p0, p1, decode) as made:
-        done = await made.client.complete("hi")
-        await made.until(lambda: p0.cancelled == p0.tickets)
-    assert done.text == "hello" and done.finish.usage.replays == 0
-    assert len(decode.tickets) == 1 and p1.tickets == decode.tickets
-
-
-async def test_a_rearm_that_is_refused_ends_the_try(folder: Path) -> None:
-    p0, p1, decode = trio()
-    p0.script.append("fail")
-    decode.rearms.append("refuse")
-    async with suite(folder, p0, p1, decode) as made:
-        done = await made.client.complete("hi")
-    assert done.text == "hello" and len(decode.tickets) == 2
-    assert done.finish.usage.replays == 1, "the second try, and neither of its reasons by itself"
-
-
-async def test_a_rearm_without_an_answer_ends_the_try(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.router.ticket.ANSWER", 0.2)
-    p0, p1, decode = trio()
-    p0.script.append("fail")
-    decode.rearms.append("silent")
-    async with suite(folder, p0, p1, decode) as made:
-        done = await made.client.complete("hi")
-    assert done.text == "hello" and len(decode.tickets) == 2
-
-
-async def test_a_reservation_is_not_kept_for_long_without_a_prefill_worker(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The only prefill worker dies: the decode worker gets its pages back, and the request waits in the queue."""
-    monkeypatch.setattr("pdserve.router.follow.REARM_PATIENCE", 0.3)
-    prefill, decode = pair()
-    prefill.script.append("die")
-    async with suite(folder, prefill, decode) as made:
-        asking = asyncio.create_task(made.client.complete("hi", timeout=PATIENCE))
-        await made.until(lambda: decode.cancelled == decode.tickets != [])
-        await made.until(lambda: made.service.waiting("tiny") == 1)
-        port = int(prefill.endpoint.rpartition(":")[2])
-        async with ScriptedWorker("p0", "prefill", prefill.wire, port=port) as again:
-            done = await asking
-        assert [bytes(spec.token_ids) for spec in again.seen] == [b"hih"]
-    assert done.text == "hello" and len(decode.tickets) == 2
-
-
-async def test_rearms_that_get_nowhere_are_bounded(folder: Path) -> None:
-    p0, p1, decode = trio()
-    for prefill in (p0, p1):
-        prefill.script.extend(["fail"] * 9)
-    async with suite(folder, p0, p1, decode, max_replays=2) as made:
-        with pytest.raises(Unavailable, match="3 tries in a row failed"):
-            await made.client.complete("hi")
-        async with asyncio.timeout(PATIENCE):
-            await decode.idle.wait()
-        [model] = (await made.client.stats()).models
-    assert len(decode.tickets) == 1 and len(p0.seen) + len(p1.seen) == 3 and model.replays == 0
-    assert [line for line in decode.wire.log if "prefill" in line] == ["p0 prefill 1", "p1 prefill 2", "p0 prefill 3"]
-
-
-async def test_a_rearmed_reservation_is_cancelled_with_its_request(folder: Path) -> None:
-    p0, p1, decode = trio()
-    p0.script.append("fail")
-    p1.script.append("stall")
-    async with suite(folder, p0, p1, decode) as made:
-        with pytest.raises(DeadlineExceeded):
-            await made.client.complete("hi", timeout=0.5)
-        async with asyncio.timeout(PATIENCE):
-            await decode.idle.wait()
-            await p1.idle.wait()
-    assert decode.cancelled == decode.tickets == p1.tickets
-
-
-@pytest.mark.parametrize("rule, waits", [("fail", 0.0), ("wait", 0.2)])
-async def test_without_a_decode_worker_a_request_ends_when_the_rules_say(folder: Path, rule: str, waits: float) -> None:
-    prefill, decode = pair()
-    async with suite(folder, prefill, decode, no_worker=NoWorker(rule), no_worker_seconds=0.2) as made:
-        await decode.die()
-        await made.until(lambda: sum(worker.connected for worker in made.fleet.workers) == 1)
-        began = asyncio.get_running_loop().time()
-        asked = [made.client.complete("hi", timeout=PATIENCE) for _ in range(3)]
-        for error in await asyncio.gather(*asked, return_exceptions=True):
-            assert isinstance(error, Unavailable) and "no decode worker is up" in str(error), error
-            assert error.retry_after == 0.2
-        assert asyncio.get_running_loop().time() - began >= waits
-
-
-async def test_without_a_prefill_worker_decode_workers_compute_where_the_rules_say(folder: Path) -> None:
-    prefill, decode = pair()
-    async with suite(folder, prefill, decode, no_worker=NoWorker.LOCAL) as made:
-        await prefill.die()
-        await made.until(lambda: sum(worker.connected for worker in made.fleet.workers) == 1)
-        done = await made.client.complete("hi")
-        assert (done.text, done.finish.usage.prefill_worker) == ("hello", "d0")
-
-
-async def test_a_tenant_that_floods_waits_behind_itself(folder: Path) -> None:
-    """One tenant fills the worker and the queue; another one's request takes the next place that becomes free."""
-    step = asyncio.Event()
-    decode = ScriptedWorker("d0", "decode", Wire(), step=step)
-    ended: list[str] = []
-
-    async def ask(made: Suite, tenant: str) -> None:
-        await made.client.complete("hi", tenant=tenant, timeout=PATIENCE)
-        ended.append(tenant)
-
-    async with suite(folder, decode) as made, asyncio.TaskGroup() as tasks:
-        for _ in range(40):
-            tasks.create_task(ask(made, "flood"))
-        model = made.service.waiting
-        await made.until(lambda: len(decode.seen) == 8 and model("tiny") == 32)
-        tasks.create_task(ask(made, "quiet"))
-        await made.until(lambda: model("tiny") == 33)
-        step.set()
-    assert ended.index("quiet") <= 16, "it was behind more than those that ran before it came and those beside it"
-
-
-async def test_two_routers_never_oversubscribe_a_worker(folder: Path) -> None:
-    """500 requests at once through two routers that don't know of each other: a worker's word is the truth, and whoever
-    is refused is placed elsewhere."""
-    wire = Wire()
-    workers = [ScriptedWorker(f"d{number}", "decode", wire, seats=8) for number in range(6)]
-    async with suite(folder, *workers) as one, suite(folder, *workers, own_workers=False) as two:
-        asked = [
-            router.client.complete("hi", max_tokens=3, seed=number, timeout=60)
-            for number in range(250)
-            for router in (one, two)
-        ]
-        done = await asyncio.gather(*asked)
-        assert {answer.text for answer in done} == {"hel"} and len(done) == 500
-        assert all(worker.most <= 8 for worker in workers)
-        counts = [worker.served for worker in workers]
-        assert max(counts) <= 1.3 * sum(counts) / len(counts), counts

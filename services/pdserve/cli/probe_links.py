@@ -15,11 +15,13 @@ import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, parse_size, run, show_table
 from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, router
+from pdserve.cli.watch_worker import first_load
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.fabric import needed_bandwidth, say_bytes, say_rate, verdict
 
 if TYPE_CHECKING:
     from pdserve.client import Client, FleetWorker
+    from pdserve.v1 import worker_pb2
 
 PROBE_TIMEOUT = 90.0  # seconds; the worker's own deadlines for opening and measuring are within it
 PROMPT_TOKENS = 512  # of the prompt that makes a worker measure how fast it computes
@@ -182,7 +184,7 @@ async def _prefill_rate(client: Client, worker: FleetWorker, prefill_workers: in
     length = max(1, min(PROMPT_TOKENS, worker.max_model_len - 2))
     why = f"{worker.worker_id} has not measured yet how fast it computes"
     typer.echo(f"{why}; sending a prompt of {length} random tokens", err=True)
-    watch = asyncio.create_task(_watch_rate(worker.endpoint))
+    watch = asyncio.create_task(first_load(worker.endpoint, _rate))
     try:
         for _ in range(2 * prefill_workers):
             prompt = [random.randrange(worker.vocab_size) for _ in range(length)]
@@ -191,31 +193,16 @@ async def _prefill_rate(client: Client, worker: FleetWorker, prefill_workers: in
             done, _ = await asyncio.wait({watch}, timeout=RATE_TIMEOUT)
             if done:
                 return watch.result()
-        return 0.0
+    except PdserveError as error:
+        typer.echo(f"{worker.worker_id} cannot be asked: {error}", err=True)
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-
-
-async def _watch_rate(endpoint: str) -> float:
-    """Wait until the worker at `endpoint` tells a prefill rate; 0 where it goes away."""
-    import grpc.aio
-
-    from pdserve.rpc.channel import connect
-    from pdserve.rpc.versions import our_versions
-    from pdserve.v1 import worker_pb2, worker_pb2_grpc
-
-    async with connect(endpoint) as channel:
-        call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(protocol=our_versions()))
-        try:
-            async for event in call:
-                if event.delta.load.prefill_tokens_per_second > 0:
-                    return event.delta.load.prefill_tokens_per_second
-        except grpc.aio.AioRpcError:
-            pass
-        finally:
-            call.cancel()
     return 0.0
+
+
+def _rate(load: worker_pb2.WorkerLoad) -> float | None:
+    return load.prefill_tokens_per_second or None
 
 
 def _show(target: str, reports: Sequence[PairReport]) -> None:

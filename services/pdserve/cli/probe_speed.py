@@ -14,7 +14,8 @@ import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, run, show_table
 from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, router
-from pdserve.core.errors import Unavailable
+from pdserve.cli.watch_worker import first_load
+from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.policy.estimate import Speed
 
 if TYPE_CHECKING:
@@ -141,23 +142,11 @@ async def _teach(client: Client, worker: FleetWorker, requests: int, prompt_toke
 
 
 async def _latest(worker: FleetWorker) -> Speed:
-    """What the worker says now; what the router has of it where it does not answer in time."""
-    import grpc.aio
-
-    from pdserve.rpc.channel import connect
+    """What the worker says now; what the router has of it, and why, where it does not answer in time."""
     from pdserve.rpc.convert import speed_from_proto
-    from pdserve.rpc.versions import our_versions
-    from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
-    request = worker_pb2.WatchRequest(protocol=our_versions())
-    async with connect(worker.endpoint) as channel:
-        call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(request, timeout=REPORT_TIMEOUT)
-        try:
-            async for event in call:
-                if event.HasField("delta"):
-                    return speed_from_proto(event.delta.load.speed)
-        except grpc.aio.AioRpcError:
-            pass
-        finally:
-            call.cancel()
-    return worker.speed
+    try:
+        return await first_load(worker.endpoint, lambda load: speed_from_proto(load.speed), REPORT_TIMEOUT)
+    except PdserveError as error:
+        typer.echo(f"{worker.worker_id} cannot be asked, so this is what the router heard last: {error}", err=True)
+        return worker.speed

@@ -16,30 +16,21 @@ from pdserve.client import (
     Decision,
     DecisionKind,
     Explanation,
-    FinishReason,
     LatencyStats,
     LocalReason,
     RequestState,
-    RequestSummary,
-    Stages,
-    Usage,
 )
+from tests.unit.cli import samples
+from tests.unit.cli.samples import MS, START
 
-MS = 1_000_000
-START = 1_700_000_000_000 * MS
-USAGE = Usage(129, 6, 64, 66_048, 0, Stages(1.4, 5.0, 217.6, 22.5, 2.3, 42.5), 0, "prefill-0", "decode-1")
-REQUEST = RequestSummary(
-    request_id="r0",
-    trace_id="0af7651916cd43dd8448eb211c80319c",
-    model="tiny",
-    state=RequestState.DONE,
-    arrived_ns=START,
+USAGE = dataclasses.replace(samples.USAGE, cached_tokens=64, decode_worker="decode-1")
+REQUEST = dataclasses.replace(
+    samples.REQUEST,
     duration_ms=30_460.0,
     ttft_ms=30_048.2,
     itl=LatencyStats(5, 13.0, 12.1, 19.8, 19.8, 19.8),
     usage=USAGE,
     workers=("prefill-0", "decode-1"),
-    finish_reason=FinishReason.LENGTH,
 )
 BEST = Candidate(
     prefill_worker="prefill-0",
