@@ -421,7 +421,9 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Higher goes first; neutral 0."""
     session_id: _builtins.str
-    """Requests of one conversation share an id, at most 256 characters. No decision depends on it yet."""
+    """Requests of one conversation share an id, at most 256 characters; among equal workers the router
+    prefers those that had it last.
+    """
     cache_salt: _builtins.str
     """Requests with different salts never share cached KV; at most 256 characters."""
     @_builtins.property
