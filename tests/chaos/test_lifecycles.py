@@ -132,7 +132,7 @@ class Nemesis:
     async def freeze(self) -> None:
         """A process stands still for less than any deadline."""
         engine = self.fabric[self.rng.choice([*PREFILLS, *DECODES])]
-        if engine.alive:
+        if engine.alive and engine.name not in self._busy:  # one that is being killed stands still for ever
             engine.freeze()
             asyncio.get_running_loop().call_later(0.2, engine.signal, signal.SIGCONT)
 

@@ -56,6 +56,28 @@ def test_the_answer_to_an_old_commit_leaves_a_newer_grant_alone(linked: tuple[En
     prefill.event(SendCommitted)
 
 
+def test_a_grant_that_overtook_an_older_attempt_waits_for_its_own(linked: tuple[End, End]) -> None:
+    """The prefill engine is in a step when its ticket is rearmed: both attempts' starts come after the second grant."""
+    prefill, decode = linked
+    decode.hub.grant("t", 1, "prefill", range(8), 8, 0)
+    decode.hub.revoke("t", "attempt 2 takes its place")
+    decode.event(Revoked)
+    decode.hub.grant("t", 2, "prefill", range(8), 8, 0)
+    decode.hub.grant("flush", 1, "prefill", range(8, 16), 8, 0)  # what is granted after it has come, so it has, too
+    prefill.hub.start_send("flush", 1, "decode", range(8), 8)
+    push(prefill, {"flush": 8}, chunk=8)
+    prefill.hub.finish_send("flush", 0)
+    assert decode.event(KvReady).ticket == "flush"
+    prefill.event(SendCommitted)
+    prefill.hub.start_send("t", 1, "decode", range(8), 8)
+    assert prefill.event(SendFailed) == SendFailed("t", "attempt 2 took its place")
+    prefill.hub.start_send("t", 2, "decode", range(8), 8)
+    push(prefill, {"t": 8}, chunk=8)
+    prefill.hub.finish_send("t", 5)
+    assert decode.event(KvReady).attempt == 2
+    assert prefill.event(SendCommitted).ticket == "t"
+
+
 def test_a_pull_whose_link_ended_before_it_began_is_over(linked: tuple[End, End]) -> None:
     """Nobody will grant it again, so what was lent for it comes back at once, also once there is a new link."""
     prefill, decode = linked

@@ -63,7 +63,10 @@ class Sends:
             if common.outgoing.get(ticket) is not None:
                 raise IntegrityError(f"ticket {ticket} is being sent already")
             common.outgoing.add(out)
-            match self._early.pop((peer, ticket), None):
+            early = self._early.get((peer, ticket))
+            if early is not None and early.attempt <= attempt:  # a newer attempt's is for when that one starts
+                del self._early[peer, ticket]
+            match early:
                 case Grant(_, granted) as grant if granted == attempt:
                     self._apply(out, grant)
                 case Grant(_, granted) if granted > attempt:
