@@ -28,6 +28,7 @@ from typing import Any
 
 PROMPT_TOKENS, BLOCK = 8192, 16
 SHORT, ANSWER = 64, 48  # tokens of the requests that are timed
+REMOTE = {"router": {"local-prefill": False}}  # as the direct client does it
 Timing = tuple[float, list[float]]
 
 
@@ -175,7 +176,7 @@ async def added(rounds: int, requests: int, folder: Path) -> dict[str, Any]:
     model = make_tiny_model(folder / "tiny", hidden_size=32, intermediate_size=64)
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory": 64 << 20, "log_level": "warning"}
     rng, reserve = random.Random(2), list[float]()
-    async with Cluster([ModelPart(model, "tiny", prefill=1, decode=1)], **options) as cluster:
+    async with Cluster([ModelPart(model, "tiny", prefill=1, decode=1)], per_worker=REMOTE, **options) as cluster:
         prefill, decode = cluster.workers["prefill-0"], cluster.workers["decode-0"]
         direct = Direct(prefill.endpoint, decode.endpoint, ("prefill-0", "decode-0"))
         await direct.open()

@@ -156,7 +156,7 @@ async def measure(model: Path, folder: Path, rounds: int, streams: int, window: 
     for_prefill = {"cores": ",".join(map(str, cores[:-1] or cores))}  # both: one that stops leaves decode's core alone
     options["per_worker"] = {
         **{VICTIM: for_prefill, OTHER: for_prefill, "decode-0": for_decode},
-        "router": {"trace-ring": TRACES},
+        "router": {"trace-ring": TRACES, "local-prefill": False},
     }
     found: dict[str, list[Round]] = {"none": [], "stop": [], "kill": []}
     async with Cluster(model, prefill=2, decode=1, log_folder=folder, **options) as cluster:

@@ -23,12 +23,19 @@ def serve(
     prefix_caches: int = 0,
     gateways: int = 0,
     per_worker: Mapping[str, Mapping[str, object]] | None = None,
+    local_prefill: bool = False,
     **options: Any,
 ) -> Cluster:
-    """A Cluster of `parts` with settings that make tiny models cross every boundary: small blocks, chunks and pools."""
+    """A Cluster of `parts` with settings that make tiny models cross every boundary: small blocks, chunks and pools.
+
+    Prompts go over the links, which is what most tests are about: tiny ones are often quicker where they are decoded,
+    and with `local_prefill` the router sends them there then.
+    """
     settings = {**OPTIONS, **options}
+    flags = dict(per_worker or {})
+    flags["router"] = {"local-prefill": local_prefill, **flags.get("router", {})}
     counts = {"prefix_caches": prefix_caches, "gateways": gateways}
-    return Cluster(parts, per_worker=per_worker, log_folder=logs, **counts, **settings)
+    return Cluster(parts, per_worker=flags, log_folder=logs, **counts, **settings)
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 250) -> list[int]:

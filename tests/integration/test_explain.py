@@ -49,10 +49,7 @@ def over(found: Explanation) -> bool:
     return found.request.state is not RequestState.RUNNING
 
 
-async def test_a_placement_is_explained_with_what_else_there_was_and_what_came_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PDSERVE_LOCAL_PREFILL", "false")
+async def test_a_placement_is_explained_with_what_else_there_was_and_what_came_of_it(tmp_path: Path) -> None:
     part = ModelPart(make_tiny_model(tmp_path / "model", "llama"), "tiny", prefill=1, decode=2)
     async with serve(tmp_path / "logs", part, metrics=True) as cluster:
         client = cluster.client

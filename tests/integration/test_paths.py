@@ -51,6 +51,10 @@ async def test_paths_agree(model: Path, tmp_path: Path) -> None:
         tmp_path / "local", ModelPart(model, "tiny", colocated=1), block_size=8, max_num_batched_tokens=23
     )
     assert local == remote
+    either, _ = await answers(
+        tmp_path / "either", ModelPart(model, "tiny", prefill=1, decode=1), local_prefill=True, max_num_seqs=4
+    )
+    assert either == remote
     pool = 18 * 16 * 2 * LAYER_TOKEN_BYTES
     small, replays = await answers(
         tmp_path / "small",

@@ -171,3 +171,11 @@ def test_metrics_take_ports_in_a_row_the_router_first(base: int | None, expected
 def test_metrics_ports_must_exist() -> None:
     with pytest.raises(ConfigError, match="do not fit between port 65534 and 65535"):
         plan_suite([ModelPart(MODEL, "m", 1, 1)], TWO_CORES, metrics_port=65534)
+
+
+def test_yes_and_no_are_words_of_their_own() -> None:
+    flags = {"router": {"local-prefill": False, "max-queue": 7}, "decode-0": {"kv-checksum": True}}
+    suite = plan_suite([ModelPart(MODEL, "m", 1, 1)], TWO_CORES, per_worker=flags)
+    assert "--no-local-prefill" in suite.router.arguments and "False" not in suite.router.arguments
+    decode = next(plan for plan in suite.workers if plan.name == "decode-0")
+    assert "--kv-checksum" in decode.arguments and "True" not in decode.arguments

@@ -271,5 +271,11 @@ def _memory(
 
 
 def _arguments(flags: Mapping[str, object]) -> tuple[str, ...]:
-    """Flags as words; those that are None are left out."""
-    return tuple(word for name, value in flags.items() if value is not None for word in (f"--{name}", str(value)))
+    """Flags as words; those that are None are left out, and yes or no is a word of its own."""
+    words: list[str] = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return tuple(words)
