@@ -53,7 +53,7 @@ FRAME_SIZES = [4 << 20, 8 << 20, 16 << 20]
 LINK_SIZES = [1 << shift for shift in range(16, 24)]  # of `--links`
 TOKENS = 4096  # 256 MiB
 SHORT = (96, 200, 256, 333)  # more hand-offs, whose KV takes next to no time
-REMOTE = {"router": {"local-prefill": False}}  # every prompt goes over the link
+REMOTE: dict[str, dict[str, object]] = {"router": {"local-prefill": False}}  # every prompt goes over the link
 WARM_UP = (64, 1024, 4096)
 TEXTS = [
     "A lighthouse keeper wrote in her diary every evening. On the last night of the year she began:",
@@ -192,7 +192,7 @@ async def handoffs(model: Path, rounds: int, folder: Path, gbps: float) -> dict[
     from pdserve.testing import Cluster
 
     logs = {name: folder / f"{name}.json" for name in ("prefill-0", "decode-0")}
-    flags = {**{name: {"step-log": path} for name, path in logs.items()}, **REMOTE}
+    flags: dict[str, dict[str, object]] = {**{name: {"step-log": path} for name, path in logs.items()}, **REMOTE}
     async with Cluster(model, prefill=1, decode=1, per_worker=flags, kv_cache_memory=512 << 20) as cluster:
         for length in (*WARM_UP, *(length for _ in range(rounds) for length in (4096, 1024, *SHORT))):
             generator = random.Random(f"{length} {next(_seeds)}")  # tokens that no cache knows

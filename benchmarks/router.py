@@ -28,7 +28,7 @@ from typing import Any
 
 PROMPT_TOKENS, BLOCK = 8192, 16
 SHORT, ANSWER = 64, 48  # tokens of the requests that are timed
-REMOTE = {"router": {"local-prefill": False}}  # as the direct client does it
+REMOTE: dict[str, dict[str, object]] = {"router": {"local-prefill": False}}  # as the direct client does it
 Timing = tuple[float, list[float]]
 
 
