@@ -256,7 +256,7 @@ async def relay(rounds: int, streams: int, tokens: int, folder: Path) -> dict[st
             router.terminate()
             await router.close()
     finally:
-        await source.communicate()  # the end of its input is its end
+        await source.communicate(b"")  # the end of its input is its end
     return {
         "relay_tokens_s": round(statistics.median(rates), 1),
         "router_cpu_us_a_token": round(statistics.median(used), 1),
