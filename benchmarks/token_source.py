@@ -1,7 +1,8 @@
 """A decode worker without a model: it takes every prompt, and answers with tokens as fast as a router takes them.
 
 One message a step with a token of every answer, as an engine's front sends them; the next step when that one is
-written. It prints its endpoint, and serves until its input ends.
+written, and no sooner than an engine of the fast kind would have it: without that the first answers to come would be
+over before the others began. It prints its endpoint, and serves until its input ends.
 
 usage: python benchmarks/token_source.py
 """
@@ -25,6 +26,7 @@ from pdserve.v1 import decode_pb2, decode_pb2_grpc, sequence_pb2, worker_pb2, wo
 Context = grpc.aio.ServicerContext[Any, Any]
 LAYOUT = KVLayout(16, 2, 2, 16, "float32", bytes(16))
 BLOCKS, SEATS = 1 << 20, 4096
+STEP = 5e-3  # seconds
 
 
 class Source(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeServiceServicer):
@@ -91,7 +93,8 @@ class Source(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeServic
                 if answer[1] <= 0:
                     step.ends.add(ticket=ticket, reason=end_reason_to_proto(EndReason.LENGTH))
                     del answers[ticket]
-            await context.write(decode_pb2.SessionResponse(step=step))
+            message = decode_pb2.SessionResponse(step=step)
+            await asyncio.gather(context.write(message), asyncio.sleep(STEP))
 
 
 async def main() -> None:
