@@ -168,27 +168,37 @@ class Direct:
 
 async def added(rounds: int, requests: int, folder: Path) -> dict[str, Any]:
     """What the router adds to TTFT and to a gap, idle: medians of `requests` each way, in turn."""
-    from pdserve.client import Finish, Output
     from pdserve.launch import ModelPart
+    from pdserve.rpc.channel import connect
     from pdserve.testing import Cluster
+    from pdserve.v1 import inference_pb2 as pb
+    from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
     from tests.tiny_models import make_tiny_model
 
     model = make_tiny_model(folder / "tiny", hidden_size=32, intermediate_size=64)
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory": 64 << 20, "log_level": "warning"}
     rng, reserve = random.Random(2), list[float]()
-    async with Cluster([ModelPart(model, "tiny", prefill=1, decode=1)], per_worker=REMOTE, **options) as cluster:
+    async with (
+        Cluster([ModelPart(model, "tiny", prefill=1, decode=1)], per_worker=REMOTE, **options) as cluster,
+        connect(cluster.endpoint) as channel,
+    ):
+        stub = InferenceServiceStub(channel)
         prefill, decode = cluster.workers["prefill-0"], cluster.workers["decode-0"]
         direct = Direct(prefill.endpoint, decode.endpoint, ("prefill-0", "decode-0"))
         await direct.open()
 
         async def routed(tokens: list[int]) -> Timing:
             stamps: list[float] = []
+            request = pb.GenerateRequest(
+                token_ids=pb.TokenIds(ids=tokens),
+                sampling=pb.SamplingOptions(temperature=0.0),
+                stopping=pb.StoppingOptions(max_tokens=ANSWER, ignore_eos=True),
+            )
             began = time.perf_counter()
-            async for event in cluster.client.generate(tokens, temperature=0, max_tokens=ANSWER, ignore_eos=True):
-                if isinstance(event, Output):
-                    stamps += [time.perf_counter()] * len(event.tokens)
-                elif isinstance(event, Finish):
-                    reserve.append(event.usage.stages.reserve_ms)
+            async for response in stub.Generate(request):
+                stamps += [time.perf_counter()] * len(response.output.tokens)
+                if response.HasField("finish"):
+                    reserve.append(response.finish.usage.stages.reserve_ms)
             return stamps[0] - began, [b - a for a, b in itertools.pairwise(stamps)]
 
         ways: dict[str, Callable[[list[int]], Awaitable[Timing]]] = {"direct": direct.ask, "routed": routed}

@@ -22,6 +22,7 @@ from pdserve.router.dispatch import Dispatcher
 from pdserve.router.fleet import Fleet
 from pdserve.router.follow import Failure, Follower
 from pdserve.router.measure import Measure
+from pdserve.router.tasks import meanwhile
 from pdserve.router.ticket import Ticket
 from pdserve.router.validate import ResolvedRequest
 from pdserve.router.waiting import Refusals, Waiting, Wishes
@@ -77,23 +78,14 @@ class RequestRun:
         self._fruitless = 0  # failures in a row without a token in between
         self._failed = False  # a failure since the try began makes the next one a replay; a rearm goes on with the same
         self._shown = 0  # tokens at the latest failure
+        self._told: asyncio.Future[None]  # PromptInfo is sent; the first try begins meanwhile
         self._try_began = 0  # wall clock, nanoseconds; or when its latest failure was counted
 
     async def run(self) -> inference_pb2.Finish:
         """Send PromptInfo, the outputs and the finish, which is also returned. Raises PdserveError."""
-        await self._tell(inference_pb2.GenerateResponse(prompt=self._prompt_info()))
         try:
-            while self.answer.ending is None:
-                assignment = await self._place(await self._waiting(), self._queue_deadline)
-                self.usage.replays += self._failed
-                self._failed = False
-                failure = await self._try(assignment)
-                self._dispatcher.wake()  # what it held is free
-                if failure is None:
-                    break
-                if not failure.counted:
-                    self.count(failure)
-                await self._back_off(failure)
+            async with meanwhile(self._send(inference_pb2.GenerateResponse(prompt=self._prompt_info()))) as self._told:
+                await self._until_complete()
         finally:
             self._dispatcher.answered(
                 self._resolved.model,
@@ -105,6 +97,19 @@ class RequestRun:
         finish = self._finish()
         await self._tell(inference_pb2.GenerateResponse(finish=finish))
         return finish
+
+    async def _until_complete(self) -> None:
+        while self.answer.ending is None:
+            assignment = await self._place(await self._waiting(), self._queue_deadline)
+            self.usage.replays += self._failed
+            self._failed = False
+            failure = await self._try(assignment)
+            self._dispatcher.wake()  # what it held is free
+            if failure is None:
+                break
+            if not failure.counted:
+                self.count(failure)
+            await self._back_off(failure)
 
     async def _waiting(self, decode: str | None = None) -> Waiting:
         resolved, tokens = self._resolved, tuple(self.answer.token_ids)
@@ -201,6 +206,7 @@ class RequestRun:
     async def _tell(self, response: inference_pb2.GenerateResponse) -> None:
         """Send `response`. One that is never taken stays marked: the wait that ended the request was for its client."""
         self.timeline.sending = True
+        await self._told
         await self._send(response)
         self.timeline.sending = False
 

@@ -7,10 +7,13 @@ outside that comes while children fail is lost. A task that runs for ever and re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from pdserve.core.errors import Unavailable
+
+T = TypeVar("T")
 
 
 async def until_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
@@ -30,3 +33,17 @@ async def until_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
         if task.cancelled():
             raise Unavailable("the call was cancelled")
         task.result()
+
+
+@asynccontextmanager
+async def meanwhile(work: Awaitable[T]) -> AsyncIterator[asyncio.Future[T]]:
+    """A scope in which `work` goes on; leaving waits for its end, or ends it where the scope is cancelled."""
+    future = asyncio.ensure_future(work)
+    try:
+        yield future
+        await future
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError):
+            future.cancel()
+        await asyncio.gather(future, return_exceptions=True)
+        raise

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pdserve.core.errors import Unavailable
-from pdserve.router.tasks import until_first_ends
+from pdserve.router.tasks import meanwhile, until_first_ends
 
 
 async def forever(ended: list[str]) -> None:
@@ -68,3 +68,49 @@ async def test_a_cancel_comes_through_at_whatever_moment_a_child_fails(turns: in
     task.cancel()
     done, _ = await asyncio.wait({task}, timeout=1)
     assert done and task.cancelled()
+
+
+async def test_meanwhile_is_waited_for_and_tells_of_failure() -> None:
+    ended: list[str] = []
+
+    async def work(name: str) -> str:
+        await asyncio.sleep(0)
+        ended.append(name)
+        return name
+
+    async with meanwhile(work("a")) as future:
+        assert ended == []
+    assert (ended, future.result()) == (["a"], "a")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        async with meanwhile(work("b")):
+            raise RuntimeError("inside")
+    assert ended == ["a", "b"]
+
+    async def fail() -> None:
+        raise ValueError("meanwhile")
+
+    with pytest.raises(ValueError, match="meanwhile"):
+        async with meanwhile(fail()):
+            pass
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "while it is waited for"])
+async def test_a_cancelled_scope_ends_what_goes_on_meanwhile(inside: bool) -> None:
+    never, reached = asyncio.Event(), asyncio.Event()
+    futures: list[asyncio.Future[bool]] = []
+
+    async def scope() -> None:
+        async with meanwhile(never.wait()) as future:
+            futures.append(future)
+            reached.set()
+            if inside:
+                await asyncio.Event().wait()
+
+    task = asyncio.create_task(scope())
+    await reached.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert futures[0].cancelled()
