@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -79,8 +78,8 @@ def shortlist(pool: Sequence[WorkerView], view: FleetView, request: PlacementReq
     if len(pool) <= LARGE:
         return pool
     role, found = pool[0].role, dict[str, WorkerView]()
-    holders = heapq.nlargest(2 * HOLDERS, request.held.items(), key=itemgetter(1))  # of both pools
-    for worker_id in (*(worker_id for worker_id, _ in holders), *request.near):
+    holders = sorted(request.held, key=request.held.__getitem__, reverse=True)[: 2 * HOLDERS]  # of both pools
+    for worker_id in (*holders, *request.near):
         worker = view.index.get(worker_id)
         if worker is not None and worker.role is role:
             found[worker_id] = worker

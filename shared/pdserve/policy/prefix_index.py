@@ -78,7 +78,8 @@ class PrefixIndex:
                 low, alive = middle, further
             else:
                 high = middle - 1
-        counts.update((name, low) for name in self._named(alive))
+        for name in self._named(alive):
+            counts[name] = low
 
     def __len__(self) -> int:
         """How many different blocks it knows of."""
