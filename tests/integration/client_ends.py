@@ -28,7 +28,7 @@ class AnyClient(ABC):
 
 
 class Asyncio(AnyClient):
-    def __init__(self, target: str, **options: Any) -> None:
+    def __init__(self, target: str | list[str], **options: Any) -> None:
         self.client = Client(target, **options)
 
     async def complete(self, prompt: Any, **options: Any) -> Completion:
@@ -60,7 +60,7 @@ class Asyncio(AnyClient):
 class Blocking(AnyClient):
     """Each call in a thread of its own, while the server runs on the loop."""
 
-    def __init__(self, target: str, **options: Any) -> None:
+    def __init__(self, target: str | list[str], **options: Any) -> None:
         self.client = SyncClient(target, **options)
 
     async def complete(self, prompt: Any, **options: Any) -> Completion:

@@ -82,15 +82,16 @@ async def tell_prompt(request: GenerateRequest, context: Context) -> None:
     await context.write(GenerateResponse(prompt=info))
 
 
-async def tell_tokens(context: Context, text: str) -> None:
-    for index, character in enumerate(text):
+async def tell_tokens(context: Context, text: str, begin: int = 0) -> None:
+    """Those from number `begin` on."""
+    for index, character in list(enumerate(text))[begin:]:
         tokens = [inference_pb2.Token(id=ord(character))]
         await context.write(GenerateResponse(output=inference_pb2.Output(index=index, tokens=tokens, text=character)))
 
 
 async def answer(router: ScriptedRouter, request: GenerateRequest, context: Context) -> None:
     await tell_prompt(request, context)
-    await tell_tokens(context, ANSWER)
+    await tell_tokens(context, ANSWER, len(request.resume.ids))
     usage = inference_pb2.Usage(prompt_tokens=2, completion_tokens=len(ANSWER))
     finish = inference_pb2.Finish(reason=inference_pb2.FINISH_REASON_LENGTH, usage=usage)
     await context.write(GenerateResponse(finish=finish))
@@ -98,6 +99,12 @@ async def answer(router: ScriptedRouter, request: GenerateRequest, context: Cont
 
 async def end_early(router: ScriptedRouter, request: GenerateRequest, context: Context) -> None:
     """A clean end of stream, and no finish."""
+    await tell_prompt(request, context)
+    await tell_tokens(context, ANSWER)
+
+
+async def begin_anew(router: ScriptedRouter, request: GenerateRequest, context: Context) -> None:
+    """As a router that knows nothing of resuming."""
     await tell_prompt(request, context)
     await tell_tokens(context, ANSWER)
 
@@ -119,7 +126,7 @@ def fail(error: PdserveError, *, prompt: bool = False, told: str = "") -> Play:
     async def play(router: ScriptedRouter, request: GenerateRequest, context: Context) -> None:
         if prompt or told:
             await tell_prompt(request, context)
-        await tell_tokens(context, told)
+        await tell_tokens(context, told, len(request.resume.ids))
         await abort(context, error)
 
     return play

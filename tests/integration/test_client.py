@@ -22,6 +22,7 @@ from tests.integration.scripted_router import (
     SEED,
     ScriptedRouter,
     answer,
+    begin_anew,
     end_early,
     fail,
     hang,
@@ -86,13 +87,52 @@ async def test_a_retry_asks_for_what_was_told_and_tells_it_once(kind: type[AnyCl
 
 
 @both
-async def test_nothing_is_retried_once_a_token_was_shown(kind: type[AnyClient]) -> None:
-    router = ScriptedRouter(fail(Unavailable("worker lost"), told="he"))
+async def test_an_answer_that_breaks_off_is_resumed(kind: type[AnyClient]) -> None:
+    """Behind what was shown, under the id and the seed that were told; and as often as there is progress."""
+    broken = [fail(Unavailable("worker lost"), told=ANSWER[: count + 1]) for count in range(4)]
+    router = ScriptedRouter(*broken, broken[3])
+    async with asking(kind, router, retry=RetryPolicy(2, 0.01, 0.02)) as (client, retries):
+        done = await client.complete("hi")
+    assert (done.text, done.token_ids) == (ANSWER, list(ANSWER.encode()))
+    assert [retry.number for retry in retries] == [1, 1, 1, 1, 2]
+    resumed = [bytes(request.resume.ids).decode() for request in router.requests]
+    assert resumed == ["", "h", "he", "hel", "hell", "hell"]
+    assert {(request.request_id, request.sampling.seed) for request in router.requests[1:]} == {("drawn", SEED)}
+
+
+@both
+async def test_without_progress_a_resumed_answer_is_given_up(kind: type[AnyClient]) -> None:
+    router = ScriptedRouter(*[fail(Unavailable("worker lost"), told="he")] * 9)
     async with asking(kind, router) as (client, retries):
         with pytest.raises(Unavailable, match="worker lost"):
             await client.complete("hi")
-        assert len(await client.take(3)) == 3  # the client is as good as before
-    assert retries == [] and len(router.requests) == 2
+    assert [retry.number for retry in retries] == [1, 2, 3, 4]
+
+
+@both
+async def test_a_router_that_begins_anew_is_no_use(kind: type[AnyClient]) -> None:
+    """What it tells is another answer's, perhaps."""
+    router = ScriptedRouter(fail(Unavailable("worker lost"), told="he"), begin_anew)
+    async with asking(kind, router) as (client, _):
+        with pytest.raises(RpcError, match="token 0 came where token 2 was due"):
+            await client.complete("hi")
+        assert (await client.complete("hi")).text == ANSWER  # the client is as good as before
+
+
+@both
+async def test_of_several_routers_one_is_asked_until_it_fails(kind: type[AnyClient]) -> None:
+    lost = ScriptedRouter(answer, fail(Unavailable("draining"), told="he"))
+    other = ScriptedRouter()
+    async with listening(lost) as first, listening(other) as second:
+        retries: list[Retry] = []
+        client = kind([first, second], retry=RetryPolicy(1, 60.0, 60.0), on_retry=retries.append)
+        try:
+            texts = [(await client.complete("hi")).text for _ in range(3)]
+        finally:
+            await client.close()
+    assert texts == [ANSWER] * 3 and (len(lost.requests), len(other.requests)) == (2, 2)
+    assert [retry.delay for retry in retries] == [0.0], "the other one is there: nothing to wait for"
+    assert bytes(other.requests[0].resume.ids) == b"he" and not other.requests[1].resume.ids
 
 
 @both

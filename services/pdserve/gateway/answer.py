@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import structlog
 from starlette.responses import Response
@@ -137,22 +137,19 @@ class Answer(Response):
     async def _events(self, call: Call) -> AsyncIterator[AsyncGenerator[tuple[int, Event]]]:
         """Ask routers for every prompt at once; leaving cancels what still runs."""
         job = self._job
-        with ExitStack() as picked:
-            streams = []
-            for number, prompt in enumerate(job.prompts):
-                session = picked.enter_context(self._routers.pick_session())
-                name = f"{call.id}-{number}" if len(job.prompts) > 1 else call.id
-                options: GenerateOptions = {
-                    **job.options,
-                    "request_id": name,
-                    "timeout": self._timeout,
-                    "traceparent": call.traceparent,
-                    "tenant": call.tenant,
-                    "token_bytes": job.logprobs,
-                }
-                streams.append(session.generate(prompt, **options))
-            async with aclosing(merge(streams)) as events:
-                yield events
+        streams = []
+        for number, prompt in enumerate(job.prompts):
+            options: GenerateOptions = {
+                **job.options,
+                "request_id": f"{call.id}-{number}" if len(job.prompts) > 1 else call.id,
+                "timeout": self._timeout,
+                "traceparent": call.traceparent,
+                "tenant": call.tenant,
+                "token_bytes": job.logprobs,
+            }
+            streams.append(self._routers.generate(prompt, **options))
+        async with aclosing(merge(streams)) as events:
+            yield events
 
     def _chunks(self, call: Call, info: PromptInfo) -> Chunks:
         job = self._job

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Container, Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 import grpc
 import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.client import NO_RETRIES, Client, Session
+from pdserve.client import NO_RETRIES, Client, Event, EventStream, GenerateOptions, Prompt, Session
+from pdserve.client.exchange import Exchange
+from pdserve.client.session import Broken
+from pdserve.core.errors import Unavailable
 from pdserve.rpc.channel import connect
 
 log = structlog.get_logger(__name__)
@@ -104,15 +107,37 @@ class Routers:
         with self._pick() as router:
             yield router.client
 
-    @contextlib.contextmanager
-    def pick_session(self) -> Iterator[Session]:
-        """As `pick`, for requests that stream."""
-        with self._pick() as router:
-            yield router.session
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> EventStream:
+        """One answer, as `Session.generate` gives it, of the router that `pick` takes. Where that router goes away,
+        another one that serves goes on behind what was shown."""
+        return EventStream(self._events(Exchange(prompt, options)))
+
+    async def _events(self, exchange: Exchange) -> AsyncGenerator[Event]:
+        clock, timeout = asyncio.get_running_loop().time, exchange.timeout
+        began, shown, asked = clock(), 0, set[Router]()  # asked since there was progress
+        while True:
+            with self._pick(asked) as router:
+                try:
+                    async with contextlib.aclosing(router.session.events(exchange)) as events:
+                        async for event in events:
+                            yield event
+                    return
+                except Unavailable as error:
+                    if exchange.shown > shown:
+                        shown, asked = exchange.shown, set()
+                    asked.add(router)
+                    lost = isinstance(error, Broken) if exchange.begun else True
+                    others = [other for other in self._routers if other.serving and other not in asked]
+                    if not (lost and others and exchange.repeatable):
+                        raise
+                    log.warning("answer_moved", request_id=exchange.request.request_id, lost=router.target, shown=shown)
+            if timeout is not None:
+                exchange.timeout = max(0.0, timeout - (clock() - began))
 
     @contextlib.contextmanager
-    def _pick(self) -> Iterator[Router]:
-        router = min(self._routers, key=lambda router: (not router.serving, router.in_flight))
+    def _pick(self, but: Container[Router] = ()) -> Iterator[Router]:
+        routers = [router for router in self._routers if router not in but] or self._routers
+        router = min(routers, key=lambda router: (not router.serving, router.in_flight))
         router.in_flight += 1
         try:
             yield router

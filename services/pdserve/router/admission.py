@@ -81,7 +81,7 @@ class Visit:
 
     def _spend(self, resolved: ResolvedRequest) -> None:
         """Take the prompt's tokens, and as many as its answer probably has."""
-        most, prompt = resolved.spec.params.max_tokens, resolved.spec.prompt_len
+        most, prompt = resolved.remaining, len(resolved.given)
         tokens = prompt + min(most, self.door.expected(resolved.model) or most)
         self.check(self.door.limits.spend(self.wishes.tenant, tokens, _now()))
         self.taken, self.prompt_tokens = tokens, prompt
@@ -92,8 +92,8 @@ class Visit:
         if not self.wishes.stated and not ahead.count:
             return  # workers' own queues are short, so there is nothing that its deadline could be too early for
         request = PlacementRequest(
-            tokens=spec.prompt_len,
-            remaining=spec.params.max_tokens,
+            tokens=len(resolved.given),
+            remaining=resolved.remaining,
             expected=self.door.expected(model),
             targets=self.wishes.targets,
             stated=self.wishes.stated,
@@ -102,7 +102,7 @@ class Visit:
         )
         admission = self._ask(resolved, request, ahead, deadline)
         if not admission.admitted:  # then what is cached decides, and is worth hashing the prompt for
-            hashes = await fleet.hash_prompt(model, spec.token_ids, spec.cache_salt)
+            hashes = await fleet.hash_prompt(model, resolved.given, spec.cache_salt)
             admission = self._ask(resolved, replace(request, held=fleet.held(model, hashes)), ahead, deadline)
         if admission.missed is not None:
             self.measure.decisions.note(Decision(Kind.REJECT, admission.reason), request, time.time_ns())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.sequence import EndReason, Sequence
 from pdserve.router.detokenizer import Detokenizer
 from pdserve.router.stops import StopMatcher
@@ -45,6 +46,15 @@ class Answer:
     @property
     def num_tokens(self) -> int:
         return self._sequence.num_answer
+
+    def resume(self, tokens: tuple[int, ...]) -> None:
+        """Begin behind `tokens`, which the client has, with their text: another router told it the same of them. Raises
+        InvalidRequest where the answer ends before the last one."""
+        for index, token in enumerate(tokens):
+            if self.ending is not None:
+                raise InvalidRequest("resume.ids", f"the answer ends with token {index} of the {len(tokens)}")
+            self.add(inference_pb2.Token(id=token))
+        self.take()
 
     def add(self, token: inference_pb2.Token) -> None:
         """Take the next token."""

@@ -207,7 +207,7 @@ class Follower:
             self._name_workers()
             self._next += 1
             run.answer.add(token)
-            run.timeline.token(stamp, run.answer.num_tokens, took)
+            run.timeline.token(stamp, run.new_tokens, took)
         if run.answer.ending is None and self._ended is not None and not self._early and self._has_first:
             run.answer.ended_by_worker(self._ended)
 
@@ -221,14 +221,14 @@ class Follower:
 
     def _first_token(self, event: FirstToken) -> None:
         usage = self._run.usage
-        if not self._run.answer.num_tokens:
+        if not self._run.new_tokens:
             usage.cached_tokens, usage.blocks_reused = event.cached_tokens, event.blocks_reused
         if event.end is not None and event.end.answer_complete:
             self._ended = event.end
 
     def _reserved(self, stamp: int, tokens_held: int) -> None:
         run, assignment = self._run, self._ticket.assignment
-        if run.answer.num_tokens:
+        if run.new_tokens:
             return
         run.timeline.reserved = stamp
         if assignment.prefill is None and assignment.decode is not None and assignment.decode.layout is not None:

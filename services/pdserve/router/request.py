@@ -35,6 +35,7 @@ from pdserve.v1 import inference_pb2
 log = structlog.get_logger(__name__)
 
 Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+LONG_ANSWER = 512  # tokens; a millisecond or so of detokenizing, above which a thread does it
 _BACKOFF = 0.1  # seconds after the second failure in a row that got nowhere; doubles
 _FINISH = {
     EndReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -83,6 +84,7 @@ class RequestRun:
 
     async def run(self) -> inference_pb2.Finish:
         """Send PromptInfo, the outputs and the finish, which is also returned. Raises PdserveError."""
+        await self._resume()
         try:
             async with meanwhile(self._send(inference_pb2.GenerateResponse(prompt=self._prompt_info()))) as self._told:
                 await self._until_complete()
@@ -91,12 +93,25 @@ class RequestRun:
                 self._resolved.model,
                 self._wishes,
                 self._resolved.spec.priority,
-                self.answer.num_tokens,
-                whole=self.answer.ending is not None,
+                self.new_tokens,
+                whole=self.answer.ending is not None and not self._resolved.resumed,
             )
         finish = self._finish()
         await self._tell(inference_pb2.GenerateResponse(finish=finish))
         return finish
+
+    @property
+    def new_tokens(self) -> int:
+        """Of the answer, those that this run has added to what the client had."""
+        return self.answer.num_tokens - len(self._resolved.resumed)
+
+    async def _resume(self) -> None:
+        """Take up what the client has of the answer. Raises InvalidRequest."""
+        tokens = self._resolved.resumed
+        if len(tokens) < LONG_ANSWER:
+            self.answer.resume(tokens)
+        else:
+            await asyncio.to_thread(self.answer.resume, tokens)
 
     async def _until_complete(self) -> None:
         while self.answer.ending is None:
@@ -166,7 +181,7 @@ class RequestRun:
 
     def count(self, failure: Failure) -> None:
         """Count a failure, and see to it that what follows is not the same again. Raises Unavailable after too many."""
-        shown = self.answer.num_tokens
+        shown = self.new_tokens
         if failure.refused and failure.worker is not None:
             self._dispatcher.refused(self._refusals, failure.worker)
             self.measure.refused()

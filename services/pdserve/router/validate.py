@@ -33,6 +33,17 @@ class ResolvedRequest:
     skip_special_tokens: bool
     operation: str
     token_bytes: bool = False
+    resumed: tuple[int, ...] = ()  # the answer so far, which the client has already
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The prompt and the answer so far."""
+        return self.spec.token_ids + self.resumed
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that the answer may still have."""
+        return self.spec.params.max_tokens - len(self.resumed)
 
 
 async def resolve(
@@ -68,6 +79,7 @@ async def resolve(
         )
     params = replace(params, max_tokens=room if explicit is None else explicit)
     params.check(facts.vocab_size)
+    resumed = _resumed(request, params, facts)
     spec = SequenceSpec(
         request_id=name,
         token_ids=tuple(tokens),
@@ -80,7 +92,7 @@ async def resolve(
     response = request.response
     skip = response.skip_special_tokens if response.HasField("skip_special_tokens") else True
     operation = "chat" if field.startswith("chat") else "text_completion"
-    return ResolvedRequest(model, facts, spec, stops, skip, operation, response.token_bytes)
+    return ResolvedRequest(model, facts, spec, stops, skip, operation, response.token_bytes, resumed)
 
 
 def resolve_request_id(request_id: str) -> str:
@@ -104,6 +116,21 @@ def _check_stops(stops: Iterable[str]) -> tuple[str, ...]:
                 "stopping.stop", f"a string must have 1 to {MAX_STOP_LENGTH} characters, got {len(stop)}"
             )
     return found
+
+
+def _resumed(request: inference_pb2.GenerateRequest, params: SamplingParams, facts: ModelFacts) -> tuple[int, ...]:
+    """The tokens that the client has of the answer, checked but for where the answer would have ended."""
+    count = len(request.resume.ids)
+    if not count:
+        return ()
+    if count > params.max_tokens:  # before anything walks over them
+        raise InvalidRequest("resume.ids", f"{count} tokens, but max_tokens is {params.max_tokens}")
+    outside = next((token for token in request.resume.ids if token >= facts.vocab_size), None)
+    if outside is not None:
+        raise InvalidRequest("resume.ids", f"token id {outside} is outside the vocabulary of {facts.vocab_size}")
+    if params.temperature and not request.sampling.HasField("seed"):
+        raise InvalidRequest("sampling.seed", "must be the one that PromptInfo told, where an answer is resumed")
+    return tuple(request.resume.ids)
 
 
 def _sampling(request: inference_pb2.GenerateRequest, defaults: SamplingParams) -> SamplingParams:

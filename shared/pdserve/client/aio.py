@@ -21,6 +21,7 @@ from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.client.queries import Answer, Query
 from pdserve.client.retry import DEFAULT_RETRIES, Retry, RetryPolicy
 from pdserve.client.stats import Stats
+from pdserve.client.targets import Rotation, targets_of
 from pdserve.client.tokens import Tokenization
 from pdserve.client.traces import RequestSummary, Trace
 from pdserve.rpc.channel import connect
@@ -54,29 +55,30 @@ class EventStream(AsyncIterator[Event]):
 
 
 class Client:
-    """A connection to a router. Use it with `async with`, or `close` it.
+    """A connection to a router, or to several that stand for each other. Use it with `async with`, or `close` it.
 
     Every method raises PdserveError (pdserve.core.errors; pdserve.rpc.errors.RpcError for what has no type there).
     """
 
     def __init__(
         self,
-        target: str,
+        target: str | Sequence[str],
         *,
         timeout: float | None = None,
         retry: RetryPolicy = DEFAULT_RETRIES,
         on_retry: Callable[[Retry], None] | None = None,
         wait_for_ready: bool = False,
     ) -> None:
-        """`target` is the router's host:port; it is connected to by the first call.
+        """`target` is the router's host:port; it is connected to by the first call. Of several, one is asked until a
+        call fails there; then it is the next one's turn.
 
         `timeout` is the deadline of each answer that names none, in seconds. `on_retry` is told of each retry before
         its wait. A router that cannot be reached fails a try at once, and is tried again as `retry` says;
         `wait_for_ready` waits for it as long as the deadline allows, without using up retries.
         """
         self._settings = CallSettings(timeout, retry, on_retry, wait_for_ready)
-        self._channel = connect(target)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._channels = [connect(one) for one in targets_of(target)]
+        self._stubs = Rotation([inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
         self._closed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -90,13 +92,13 @@ class Client:
     async def close(self) -> None:
         """Close the connection. Calls that still run are cancelled, here and on the server."""
         self._closed.set()
-        await self._channel.close()
+        await asyncio.gather(*(channel.close() for channel in self._channels))
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> EventStream:
         """Run one request and stream PromptInfo, then Outputs, then Finish.
 
         `prompt` is text, token ids, or chat messages; TypeError for another, and for an option that does not exist.
-        Failures are retried until the first token was shown.
+        An answer that breaks off is resumed behind the last token that was shown, where the failure may be retried.
         """
         return EventStream(self._events(Exchange(prompt, options)))
 
@@ -158,10 +160,11 @@ class Client:
     async def _events(self, exchange: Exchange) -> AsyncGenerator[Event]:
         clock = asyncio.get_running_loop().time
         timeout = self._settings.timeout if exchange.timeout is None else exchange.timeout
-        attempts = Attempts(self._settings, "Generate", timeout, clock())
+        attempts = Attempts(self._settings, "Generate", timeout, clock(), len(self._channels))
         while True:
             self._require_open()
-            call = self._stub.Generate(
+            stub = self._stubs.current
+            call = stub.Generate(
                 exchange.request,
                 timeout=attempts.remaining(clock()),
                 metadata=exchange.metadata,
@@ -175,7 +178,8 @@ class Client:
                 exchange.end()
                 return
             except grpc.aio.AioRpcError as error:
-                delay = attempts.failed(error, clock(), again=exchange.repeatable)
+                delay = attempts.failed(error, clock(), again=exchange.repeatable, progress=exchange.shown)
+                self._stubs.leave(stub)
             except asyncio.CancelledError:
                 if not _cancelling():
                     self._require_open()
@@ -186,16 +190,17 @@ class Client:
 
     async def _ask(self, query: Query[Answer], timeout: float) -> Answer:
         clock = asyncio.get_running_loop().time
-        attempts = Attempts(self._settings, query.method, timeout, clock())
-        method = getattr(self._stub, query.method)
+        attempts = Attempts(self._settings, query.method, timeout, clock(), len(self._channels))
         while True:
             self._require_open()
-            remaining = attempts.remaining(clock())
+            stub, remaining = self._stubs.current, attempts.remaining(clock())
+            method = getattr(stub, query.method)
             call = method(query.request, timeout=remaining, wait_for_ready=self._settings.wait_for_ready)
             try:
                 return query.read(await call)
             except grpc.aio.AioRpcError as error:
                 delay = attempts.failed(error, clock())
+                self._stubs.leave(stub)
             except asyncio.CancelledError:
                 if not _cancelling():
                     self._require_open()

@@ -25,15 +25,21 @@ class CallSettings:
     retry: RetryPolicy
     on_retry: Callable[[Retry], None] | None
     wait_for_ready: bool
+    """Of the router whose turn it is."""
 
 
 class Attempts:
     """One call's tries. `now` is any clock in seconds, the same for all of them."""
 
-    def __init__(self, settings: CallSettings, method: str, timeout: float | None, now: float) -> None:
-        """`timeout` in seconds, for all tries together; None and math.inf: no deadline."""
+    def __init__(
+        self, settings: CallSettings, method: str, timeout: float | None, now: float, targets: int = 1
+    ) -> None:
+        """`timeout` in seconds, for all tries together; None and math.inf: no deadline. Each failure goes on to the
+        next of `targets`."""
         self.method = method
-        self.retries = 0
+        self.retries = 0  # since there was progress
+        self._targets = targets
+        self._progress = 0
         self._settings = settings
         self._deadline = None if timeout is None or math.isinf(timeout) else now + timeout
 
@@ -41,16 +47,20 @@ class Attempts:
         """Seconds that a try which begins now may take; None: no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - now)
 
-    def failed(self, call: grpc.RpcError, now: float, *, again: bool = True) -> float:
-        """Seconds to wait before the next try, which is logged and told to `on_retry`.
+    def failed(self, call: grpc.RpcError, now: float, *, again: bool = True, progress: int = 0) -> float:
+        """Seconds to wait before the next try, which is logged and told to `on_retry`. `progress` is how far the call
+        has come by now, over all its tries: retries are counted from the latest.
 
         Raises what the server meant where there is none: `again` forbids it, the policy does, or the time is up.
         """
         error = error_from_call(call)
         settings = self._settings
+        if progress > self._progress:
+            self.retries, self._progress = 0, progress
+        others = self._targets - 1 - self.retries
         delay = None
         if again:
-            delay = retry_delay(settings.retry, error, self.retries, self.remaining(now), random.random())
+            delay = retry_delay(settings.retry, error, self.retries, self.remaining(now), random.random(), others)
         if delay is None:
             try:
                 raise error from call

@@ -1,4 +1,4 @@
-"""One request for an answer, over all its tries: what to send, what to show, and whether trying again would show."""
+"""One request for an answer, over all its tries: what to send, and what to show."""
 
 from __future__ import annotations
 
@@ -24,25 +24,41 @@ class Exchange:
         named = ((TRACEPARENT, parent), (TENANT, check_tenant(options.get("tenant", ""))))
         self.metadata = tuple((key, value) for key, value in named if value)
         self._info_shown = False
-        self._output_shown = False
+        self._text_alone = False
         self._finished = False
 
     @property
+    def begun(self) -> bool:
+        """Anything was shown, be it PromptInfo alone."""
+        return self._info_shown or bool(self.shown)
+
+    @property
+    def shown(self) -> int:
+        """Tokens of the answer that were shown."""
+        return len(self.request.resume.ids)
+
+    @property
     def repeatable(self) -> bool:
-        """Whether a new try would go unnoticed. A token that was shown cannot be taken back, and no server goes on
-        from it; PromptInfo can stand, because what it said is what the next try asks for."""
-        return not self._output_shown
+        """Whether a new try would go unnoticed. It goes on behind the tokens that were shown; text that was shown
+        without one, which only an answer's last can be, would be shown twice."""
+        return not (self._text_alone or self._finished)
 
     def take(self, response: inference_pb2.GenerateResponse) -> Event | None:
-        """The event to show, None for one that was shown by an earlier try."""
+        """The event to show, None for one that was shown by an earlier try. Raises RpcError for a server that does not
+        go on where the last one ended."""
         event = event_from_proto(response)
         if isinstance(event, PromptInfo):
             if self._info_shown:
                 return None
             self._info_shown = True
             self._keep(response.prompt)
+        elif isinstance(event, Output):
+            if event.index != self.shown:
+                message = f"token {event.index} came where token {self.shown} was due: this router resumes no answers"
+                raise RpcError(grpc.StatusCode.UNIMPLEMENTED, message)
+            self.request.resume.ids.extend(event.token_ids)
+            self._text_alone = not event.tokens
         elif event is not None:
-            self._output_shown = True
             self._finished = isinstance(event, Finish)
         return event
 
@@ -52,7 +68,8 @@ class Exchange:
             raise RpcError(grpc.StatusCode.INTERNAL, "the stream ended without a finish")
 
     def _keep(self, info: inference_pb2.PromptInfo) -> None:
-        """Ask any further try for what the first one was told: the same id, and above all the seed that was drawn."""
+        """Ask any further try for what the first one was told: the same id, and above all the seed that was drawn. With
+        the tokens that were shown it goes on from these, whichever router it asks."""
         self.request.request_id, self.request.model = info.request_id, info.model
         self.request.sampling.CopyFrom(info.sampling)
         self.request.stopping.CopyFrom(info.stopping)

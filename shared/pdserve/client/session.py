@@ -36,10 +36,14 @@ _KEPT = 256
 _GRACE = 1.0
 
 
+class Broken(Unavailable):
+    """The stream to the router broke, with every request on it. Another router can go on with them."""
+
+
 class Session:
     """A stream to one router, opened by the first request and again by the next one after it was lost. Use it with
-    `async with`, or `close` it. It never retries: what was lost raises Unavailable, and what is asked of a closed one
-    RpcError with CANCELLED, as a `Client` does."""
+    `async with`, or `close` it. It never retries: what was lost raises Broken, which is Unavailable, and what is asked
+    of a closed one RpcError with CANCELLED, as a `Client` does."""
 
     def __init__(self, target: str) -> None:
         """`target` is the router's host:port."""
@@ -66,9 +70,10 @@ class Session:
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> EventStream:
         """Run one request; events and options as in `Client.generate`. Leaving the stream cancels it on the server."""
-        return EventStream(self._events(Exchange(prompt, options)))
+        return EventStream(self.events(Exchange(prompt, options)))
 
-    async def _events(self, exchange: Exchange) -> AsyncGenerator[Event]:
+    async def events(self, exchange: Exchange) -> AsyncGenerator[Event]:
+        """What is new of `exchange`, which may have had other tries, to its end. Close it to cancel."""
         if self._closed:
             raise _closed()
         timeout = None if exchange.timeout is None or math.isinf(exchange.timeout) else exchange.timeout
@@ -183,7 +188,7 @@ class _Stream:
         except grpc.aio.AioRpcError as error:
             failure = error
         finally:
-            self._end(lambda: error_from_call(failure) if failure else Unavailable("the stream to the router ended"))
+            self._end(lambda: _lost(failure))
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
@@ -201,6 +206,11 @@ class _Stream:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await self._call.write(await self._outgoing.get())
+
+
+def _lost(failure: grpc.aio.AioRpcError | None) -> PdserveError:
+    error = error_from_call(failure) if failure else Unavailable("the stream to the router ended")
+    return Broken(str(error)) if isinstance(error, Unavailable) else error
 
 
 def _closed() -> RpcError:

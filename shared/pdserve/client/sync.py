@@ -22,6 +22,7 @@ from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.client.queries import Answer, Query
 from pdserve.client.retry import DEFAULT_RETRIES, Retry, RetryPolicy
 from pdserve.client.stats import Stats
+from pdserve.client.targets import Rotation, targets_of
 from pdserve.client.tokens import Tokenization
 from pdserve.client.traces import RequestSummary, Trace
 from pdserve.rpc.channel import connect_blocking
@@ -74,14 +75,15 @@ class SyncEventStream(Iterator[Event]):
 
 
 class SyncClient:
-    """A connection to a router that any number of threads may share. Use it with `with`, or `close` it.
+    """A connection to a router, or to several that stand for each other, that any number of threads may share. Use it
+    with `with`, or `close` it.
 
     Methods, options and errors are those of `Client`.
     """
 
     def __init__(
         self,
-        target: str,
+        target: str | Sequence[str],
         *,
         timeout: float | None = None,
         retry: RetryPolicy = DEFAULT_RETRIES,
@@ -90,8 +92,8 @@ class SyncClient:
     ) -> None:
         """As `Client`. `on_retry` is called by the thread whose call it is."""
         self._settings = CallSettings(timeout, retry, on_retry, wait_for_ready)
-        self._channel = connect_blocking(target)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._channels = [connect_blocking(one) for one in targets_of(target)]
+        self._stubs = Rotation([inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
         self._changed = threading.Condition()  # guards what follows, and every _Place
         self._closed = False
 
@@ -108,7 +110,8 @@ class SyncClient:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> SyncEventStream:
         """Run one request and stream its events, as `Client.generate` does."""
@@ -173,10 +176,11 @@ class SyncClient:
     def _events(self, exchange: Exchange, place: _Place) -> Generator[Event]:
         settings, clock = self._settings, time.monotonic
         timeout = settings.timeout if exchange.timeout is None else exchange.timeout
-        attempts = Attempts(settings, "Generate", timeout, clock())
+        attempts = Attempts(settings, "Generate", timeout, clock(), len(self._channels))
         while True:
+            stub = self._stubs.current
             begin = partial(
-                self._stub.Generate,
+                stub.Generate,
                 exchange.request,
                 timeout=attempts.remaining(clock()),
                 metadata=exchange.metadata,
@@ -191,23 +195,25 @@ class SyncClient:
                 exchange.end()
                 return
             except grpc.RpcError as error:
-                delay = attempts.failed(error, clock(), again=exchange.repeatable)
+                delay = attempts.failed(error, clock(), again=exchange.repeatable, progress=exchange.shown)
+                self._stubs.leave(stub)
             finally:
                 call.cancel()
             self._wait(place, delay)
 
     def _ask(self, query: Query[Answer], timeout: float) -> Answer:
         settings, clock, place = self._settings, time.monotonic, _Place()
-        attempts = Attempts(settings, query.method, timeout, clock())
-        method = getattr(self._stub, query.method)
+        attempts = Attempts(settings, query.method, timeout, clock(), len(self._channels))
         while True:
-            remaining = attempts.remaining(clock())
+            stub, remaining = self._stubs.current, attempts.remaining(clock())
+            method = getattr(stub, query.method)
             begin = partial(method.future, query.request, timeout=remaining, wait_for_ready=settings.wait_for_ready)
             call = self._begin(place, begin)
             try:
                 return query.read(call.result())
             except grpc.RpcError as error:
                 delay = attempts.failed(error, clock())
+                self._stubs.leave(stub)
             finally:
                 call.cancel()
             self._wait(place, delay)

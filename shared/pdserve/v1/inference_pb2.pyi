@@ -412,6 +412,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model; may be empty where the fleet serves just one."""
     text: _builtins.str
@@ -450,6 +451,14 @@ class GenerateRequest(_message.Message):
     def slo(self) -> Global___SloTargets:
         """The latencies that this request wants to see."""
 
+    @_builtins.property
+    def resume(self) -> Global___TokenIds:
+        """Tokens of the answer that the caller has already, from the first one on without a gap: where a stream broke (its
+        router died, say), the same request with these, sent to any router, goes on from there as if nothing had happened.
+        Outputs then begin at the index behind them. Set sampling and stopping to what PromptInfo told; the seed is
+        required unless the answer is greedy.
+        """
+
     def __init__(
         self,
         *,
@@ -465,10 +474,11 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         slo: Global___SloTargets | None = ...,
+        resume: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "response", b"response", "sampling", b"sampling", "slo", b"slo", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "chat", b"chat", "priority", b"priority", "prompt", b"prompt", "response", b"response", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response", b"response", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "cache_salt", b"cache_salt", "chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response", b"response", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015

@@ -7,7 +7,7 @@ import math
 import grpc
 import pytest
 
-from pdserve.client import DEFAULT_RETRIES, NO_RETRIES, Retry
+from pdserve.client import DEFAULT_RETRIES, NO_RETRIES, Retry, RetryPolicy
 from pdserve.client.attempts import Attempts, CallSettings
 from pdserve.core.errors import Unavailable
 
@@ -53,3 +53,19 @@ def test_what_must_not_be_repeated_is_raised_at_once() -> None:
         attempts.failed(Refused(), now=0.0, again=False)
     with pytest.raises(Unavailable):
         Attempts(CallSettings(None, NO_RETRIES, None, False), "Generate", None, now=0.0).failed(Refused(), now=0.0)
+
+
+def test_retries_are_counted_from_the_latest_progress() -> None:
+    attempts = Attempts(CallSettings(None, RetryPolicy(1), None, False), "Generate", None, now=0.0)
+    for progress in (0, 1, 5):
+        attempts.failed(Refused(), now=0.0, progress=progress)
+    with pytest.raises(Unavailable):
+        attempts.failed(Refused(), now=0.0, progress=5)
+
+
+def test_every_target_is_asked_before_there_is_a_wait() -> None:
+    policy = RetryPolicy(4, 60.0, 60.0)
+    attempts = Attempts(CallSettings(None, policy, None, False), "Generate", None, now=0.0, targets=3)
+    delays = [attempts.failed(Refused(), now=0.0) for _ in range(3)]
+    assert delays[:2] == [0.0, 0.0] and delays[2] > 0.0
+    assert attempts.failed(Refused(), now=0.0, progress=1) == 0.0

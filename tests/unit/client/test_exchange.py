@@ -22,6 +22,7 @@ from pdserve.v1.inference_pb2 import (
 )
 from pdserve.v1.inference_pb2 import Output as OutputProto
 from pdserve.v1.inference_pb2 import PromptInfo as PromptInfoProto
+from pdserve.v1.inference_pb2 import Token as TokenProto
 
 
 def prompt_info(**fields: Any) -> GenerateResponse:
@@ -87,10 +88,31 @@ def test_another_try_asks_for_what_the_first_one_was_told() -> None:
     assert exchange.take(prompt_info()) is None
 
 
-def test_after_the_first_output_there_is_no_other_try() -> None:
+def output(index: int, tokens: str, text: str | None = None) -> GenerateResponse:
+    ids = [TokenProto(id=ord(character)) for character in tokens]
+    return GenerateResponse(output=OutputProto(index=index, tokens=ids, text=tokens if text is None else text))
+
+
+def test_another_try_goes_on_behind_the_tokens_that_were_shown() -> None:
     exchange = Exchange("hi", {})
     exchange.take(prompt_info())
-    assert exchange.take(GenerateResponse(output=OutputProto(text="x"))) == Output(0, (), "x")
+    assert exchange.begun and exchange.shown == 0
+    exchange.take(output(0, "he"))
+    exchange.take(output(2, "l"))
+    assert bytes(exchange.request.resume.ids) == b"hel" and exchange.shown == 3 and exchange.repeatable
+    assert exchange.take(prompt_info()) is None
+    with pytest.raises(RpcError, match="token 0 came where token 3 was due"):
+        exchange.take(output(0, "h"))
+
+
+def test_there_is_no_other_try_where_it_would_show() -> None:
+    """Text that no token stands for comes last; a try behind these tokens would bring it again."""
+    exchange = Exchange("hi", {})
+    exchange.take(output(0, "x", ""))
+    assert exchange.take(output(1, "", "x")) == Output(1, (), "x")
+    assert not exchange.repeatable
+    exchange = Exchange("hi", {})
+    exchange.take(GenerateResponse(finish=FinishProto()))
     assert not exchange.repeatable
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.core.errors import InvalidRequest
 from pdserve.core.sequence import EndReason
 from pdserve.router.answer import Answer, Ending
 from pdserve.router.models import ModelFacts, ServedModel, load_model
@@ -73,3 +74,38 @@ async def test_half_a_character_before_the_end_is_not_lost(model: ServedModel) -
 async def test_the_prompt_never_comes_out(model: ServedModel) -> None:
     text, _, _ = await run(model, list("€".encode()), max_tokens=3)
     assert text == "€"
+
+
+@pytest.mark.parametrize(
+    "tokens, stopping",
+    [
+        (list("ab ST€é xSTOPy".encode()), {"stop": ["STOP", "b S"], "min_tokens": 5}),
+        ([97, 0xE2, 0x82, 98, 0xE2, 258], {}),
+        ([*"a€".encode(), 258, 258, 98], {"min_tokens": 6, "max_tokens": 7}),
+    ],
+    ids=["stop strings", "broken characters", "min_tokens"],
+)
+async def test_a_resumed_answer_is_the_undisturbed_one(
+    model: ServedModel, tokens: list[int], stopping: dict[str, Any]
+) -> None:
+    """Wherever it broke off: the same text in the same places, the same end."""
+    request = pb.GenerateRequest(text="prompt", stopping=pb.StoppingOptions(**stopping))
+
+    async def tell(begin: int) -> tuple[list[tuple[int, str]], Ending | None]:
+        answer = Answer(await resolve(request, model, FACTS))
+        answer.resume(tuple(tokens[:begin]))
+        assert answer.take() is None and answer.num_tokens == begin
+        told: list[tuple[int, str]] = []
+        for token in tokens[begin:]:
+            if answer.ending is None:
+                answer.add(pb.Token(id=token))
+                output = answer.take()
+                assert output is not None
+                told.append((output.index, output.text))
+        return told, answer.ending
+
+    whole, ending = await tell(0)
+    for begin in range(len(whole) + 1):
+        assert await tell(begin) == (whole[begin:], ending)
+    with pytest.raises(InvalidRequest, match=rf"the answer ends with token {len(whole)} of the {len(whole) + 1}"):
+        Answer(await resolve(request, model, FACTS)).resume((*tokens[: len(whole)], 97))

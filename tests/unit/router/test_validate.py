@@ -13,6 +13,7 @@ from pdserve.v1 import inference_pb2 as pb
 from tests.tiny_models import write_tiny_tokenizer
 
 FACTS = ModelFacts(max_model_len=64, vocab_size=320)
+SEEDED, ONE_TOKEN = pb.SamplingOptions(seed=1), pb.StoppingOptions(max_tokens=1)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,10 @@ async def test_the_last_token_that_fits(model: ServedModel, length: int, max_tok
         (request(response=pb.ResponseOptions(logprobs=21)), "response.logprobs"),
         (request(request_id="x" * 129), "request_id"),
         (request(request_id="ümlaut"), "request_id"),
+        (request(resume=pb.TokenIds(ids=[320]), sampling=SEEDED), "resume.ids"),
+        (request(resume=pb.TokenIds(ids=[1] * 60), sampling=SEEDED), "resume.ids"),
+        (request(resume=pb.TokenIds(ids=[1, 1]), sampling=SEEDED, stopping=ONE_TOKEN), "resume.ids"),
+        (request(resume=pb.TokenIds(ids=[1])), "sampling.seed"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -111,3 +116,12 @@ async def test_a_request_without_a_prompt_is_refused(model: ServedModel) -> None
 async def test_the_length_error_has_both_numbers(model: ServedModel) -> None:
     with pytest.raises(InvalidRequest, match=r"60 tokens and max_tokens 5 .* 64"):
         await resolve(request("x" * 60, stopping=pb.StoppingOptions(max_tokens=5)), model, FACTS)
+
+
+async def test_an_answer_to_go_on_with(model: ServedModel) -> None:
+    resume = pb.TokenIds(ids=[97, 98])
+    resolved = await resolve(request(resume=resume, sampling=pb.SamplingOptions(temperature=0)), model, FACTS)
+    assert (resolved.resumed, resolved.spec.prompt_len, resolved.remaining) == ((97, 98), 5, 57)
+    assert bytes(resolved.given) == b"helloab"
+    resolved = await resolve(request(resume=resume, sampling=SEEDED), model, FACTS)
+    assert resolved.spec.params.seed == 1 and resolved.spec.params.temperature == 0.5
