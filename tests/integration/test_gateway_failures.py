@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,20 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.client import Client
-from pdserve.launch import LaunchEvent, ModelPart, Service
+from pdserve.launch import ModelPart, Service
 from pdserve.testing import Cluster
+from tests.integration.extra_service import service
 from tests.integration.raw_http import ask, opened
 from tests.integration.suites import prompt, serve
 from tests.tiny_models import make_tiny_model
 
-LONG: dict[str, Any] = {"prompt": prompt(20), "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": prompt(20), "max_tokens": 6000, "temperature": 0, "ignore_eos": True}
 SHORT: dict[str, Any] = {"prompt": prompt(20, 1), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=8192)
 
 
 def suite(logs: Path, model: Path, *, colocated: int = 1, **per_worker: dict[str, object]) -> Cluster:
@@ -43,19 +44,6 @@ def extra(options: dict[str, Any]) -> dict[str, Any]:
     """Options as the client wants them: vLLM's in extra_body."""
     known = {name: value for name, value in options.items() if name != "ignore_eos"}
     return {"model": "tiny", **known, "extra_body": {"ignore_eos": options.get("ignore_eos")}}
-
-
-@asynccontextmanager
-async def service(module: str, *flags: str, logs: Path, ready: bool = True) -> AsyncIterator[Service]:
-    """One more service beside a suite."""
-    nobody: Callable[[LaunchEvent], None] = lambda event: None  # noqa: E731
-    one = await Service.start(module, f"extra-{module}", flags, log_folder=logs, listener=nobody)
-    try:
-        await (one.ready() if ready else one.bound())
-        yield one
-    finally:
-        one.kill()
-        await one.close()
 
 
 async def metric(url: str, name: str, **labels: str) -> float:

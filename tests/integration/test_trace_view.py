@@ -242,6 +242,9 @@ async def test_top_shows_the_fleet_after_traffic(tmp_path: Path) -> None:
             cluster.client.complete(prompt(CHUNK + 1, seed), max_tokens=4, ignore_eos=True) for seed in range(5)
         ]
         await asyncio.gather(*requests)
+        async with asyncio.timeout(30):
+            while not any(worker.links for worker in await cluster.client.fleet()):
+                pass  # workers tell of their links once a second
         code, out, err = await cli("top", "--once", "--interval", "0.2", "--json", "--target", cluster.endpoint)
         assert code == 0, err
         view = json.loads(out)

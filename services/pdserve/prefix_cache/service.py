@@ -125,7 +125,7 @@ async def serve(settings: PrefixCacheSettings, worker_id: str) -> None:
 
     async def close() -> None:
         board.set_draining()
-        board.close()
+        await board.close()
 
     services: list[Service] = [
         (prefix_cache_pb2_grpc.add_PrefixCacheServiceServicer_to_server, cache, "pdserve.v1.PrefixCacheService"),

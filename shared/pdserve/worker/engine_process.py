@@ -57,6 +57,7 @@ from pdserve.worker.messages import (
 )
 from pdserve.worker.step_log import StepLog, TransferRecord
 
+LONGEST_WAIT = 60.0  # seconds; select overflows on what a client may take for a deadline
 SEND_BUFFER_BYTES = 4 << 20  # the front may lag some steps behind before a step has to wait for it
 
 
@@ -197,7 +198,7 @@ class EngineLoop:
             deadlines.append(self._handoff.deadline)
         if self._links.due is not None:
             deadlines.append(self._links.due)
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        return min(LONGEST_WAIT, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
 
     def _problem(self) -> str:
         try:

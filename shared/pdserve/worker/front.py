@@ -244,9 +244,9 @@ class WorkerFront:
             if self._service is not None:
                 await self._service.finished()
         finally:
+            await self.board.close()  # first: whose session ends before it has heard of the leaving takes us for lost
             if self._service is not None:
                 self._service.close()
-            self.board.close()
             await self.links.close()
 
 

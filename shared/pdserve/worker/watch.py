@@ -30,6 +30,7 @@ MAX_HASHES_IN_DELTA = 1 << 14
 HEARTBEAT = 1.0
 # And at most this often: loads in between are of no use to anyone, and steps of a small model come every millisecond.
 PACE = 0.01
+FAREWELL = 1.0  # seconds for watchers to hear that the worker stops
 # Seconds between two link tables for one watcher; a change in between waits for it, or for the heartbeat after it.
 LINKS_PACE = 1.0
 
@@ -87,6 +88,7 @@ class WatchBoard:
         # Hashes of the blocks that are reusable now: a mirror of the engine's index.
         self.stored: set[bytes] = set()
         self._watchers: set[_Watcher] = set()
+        self._left = asyncio.Event()  # set whenever a watcher leaves
         self._closed = False
 
     def start(self, snapshot: worker_pb2.WorkerSnapshot) -> None:
@@ -114,11 +116,17 @@ class WatchBoard:
         for watcher in self._watchers:
             watcher.news.set()
 
-    def close(self) -> None:
-        """End every watch with UNAVAILABLE."""
+    async def close(self) -> None:
+        """End every watch with UNAVAILABLE; whoever drains has told of it by then. Waits for the last one to end, up to
+        FAREWELL seconds."""
         self._closed = True
         for watcher in self._watchers:
             watcher.news.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL):
+                while self._watchers:
+                    self._left.clear()
+                    await self._left.wait()
 
     async def watch(self) -> AsyncIterator[worker_pb2.WatchResponse]:
         """The snapshot, all stored hashes and links, then what changes. Raises RpcError (ABORTED) for a watcher that
@@ -157,6 +165,7 @@ class WatchBoard:
                 await pace.wait()
         finally:
             self._watchers.discard(watcher)
+            self._left.set()
 
 
 MAX_PROBE_BYTES = 1 << 30

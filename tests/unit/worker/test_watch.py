@@ -170,9 +170,10 @@ async def test_watching_before_the_start_and_after_the_end_is_unavailable() -> N
     board = started()
     async with aclosing(board.watch()) as updates:  # type: ignore[type-var]
         await following(updates)
-        board.close()
+        closing = asyncio.create_task(board.close())
         with pytest.raises(Unavailable, match="stopping"):
             await following(updates)
+        await closing
 
 
 async def test_who_leaves_in_order_says_so_before_the_end() -> None:
@@ -181,10 +182,12 @@ async def test_who_leaves_in_order_says_so_before_the_end() -> None:
     async with aclosing(board.watch()) as updates:  # type: ignore[type-var]
         assert not (await following(updates)).snapshot.draining
         board.set_draining()
-        board.close()
+        closing = asyncio.create_task(board.close())
         assert (await following(updates)).delta.draining
+        assert not closing.done(), "a session that ended now would be a lost worker's"
         with pytest.raises(Unavailable, match="stopping"):
             await following(updates)
+        await closing
 
 
 async def test_over_grpc_drain_is_told_and_a_foreign_version_is_refused() -> None:
