@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pdserve.client import NO_RETRIES, Client, Output
-from pdserve.core.errors import InvalidRequest, PdserveError
+from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError
 from tests.integration.scraping import read
 from tests.tiny_models import make_tiny_model
 
@@ -109,6 +109,8 @@ async def test_everything_ends_with_it(model: Path, tmp_path: Path, end: signal.
         target = (await read_until(process, r"(127\.0\.0\.1:\d+)\s*$|router at (127\.0\.0\.1:\d+)")).group(0)
         endpoint = re.findall(r"127\.0\.0\.1:\d+", target)[-1]
         async with Client(endpoint) as client:
+            with pytest.raises(NoCapacity, match="larger than max"):  # not even read
+                await client.complete("x" * (40 << 20), max_tokens=1)
             assert len((await client.complete("hello", max_tokens=3, ignore_eos=True)).tokens) == 3
         family = children(process.pid)
         assert len(family) >= 3  # router, decode front, decode engine

@@ -15,6 +15,7 @@ from pdserve.router.links import Links
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.models import Models, load_models, model_sources
 from pdserve.router.service import SERVICE, InferenceService
+from pdserve.rpc.channel import PUBLIC_MESSAGE_BYTES
 from pdserve.rpc.server import GrpcServer
 from pdserve.telemetry.export import Metrics
 from pdserve.telemetry.logs import setup_logs
@@ -30,7 +31,7 @@ async def serve(settings: RouterSettings) -> None:
     service = InferenceService(settings, [metrics])
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     export = Metrics(metrics.registry, "router")
-    async with GrpcServer(settings, [(add, service, SERVICE)], export) as server:
+    async with GrpcServer(settings, [(add, service, SERVICE)], export, PUBLIC_MESSAGE_BYTES) as server:
         folders = {}
         for source in model_sources(settings.model):
             folders[source] = await resolve_model(

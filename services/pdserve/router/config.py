@@ -25,6 +25,11 @@ class RouterSettings(ServiceSettings):
     max_queue: int = Field(1024, ge=1, description="requests that may wait for a worker, per model")
     max_request_seconds: float = Field(600.0, gt=0, description="limit for a request that comes without a deadline")
     max_replays: int = Field(5, ge=0, description="tries in a row that may fail without producing a token")
+    max_worker_deaths: int = Field(
+        5,
+        ge=1,
+        description="workers that may be lost under one request before it is stopped: it may be what kills them",
+    )
     lease_seconds: float = Field(5.0, gt=0, description="silence after which a worker counts as gone")
     resolve_seconds: float = Field(5.0, gt=0, description="how often names of workers are resolved again")
     startup_seconds: float = Field(
@@ -51,6 +56,10 @@ class RouterSettings(ServiceSettings):
     tenant_tokens_per_minute: int | None = Field(
         None, ge=1, description="tokens of one tenant a minute, prompts and answers together; unset: any number"
     )
+    max_priority: int = Field(
+        0,
+        description="a request's priority counts at most so much; at 0 a client may go behind others, not before them",
+    )
     early_rejection: Literal["stated", "off"] = Field(
         "stated",
         description="refuse at once what is predicted to miss its deadline, or a target that the request states or that"
@@ -66,7 +75,8 @@ class RouterSettings(ServiceSettings):
     @property
     def rules(self) -> Rules:
         """What decisions go by."""
-        return Rules(Protect(self.protect), self.local_prefill, NoWorker(self.no_worker), self.no_worker_seconds)
+        no_worker = NoWorker(self.no_worker)
+        return Rules(Protect(self.protect), self.local_prefill, no_worker, self.no_worker_seconds, self.max_priority)
 
     @property
     def slo(self) -> SloTargets:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+import grpc
 import structlog
 
 from pdserve.core.errors import Unavailable
@@ -28,6 +29,7 @@ from pdserve.router.validate import ResolvedRequest
 from pdserve.router.waiting import Refusals, Waiting, Wishes
 from pdserve.router.worker import Worker
 from pdserve.rpc.convert import sampling_to_proto
+from pdserve.rpc.errors import RpcError
 from pdserve.telemetry import names
 from pdserve.telemetry.tracing import record_span
 from pdserve.v1 import inference_pb2
@@ -36,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 LONG_ANSWER = 512  # tokens; a millisecond or so of detokenizing, above which a thread does it
-_BACKOFF = 0.1  # seconds after the second failure in a row that got nowhere; doubles
+_BACKOFF, _BACKOFF_MAX = 0.1, 2.0  # seconds after the second failure in a row that got nowhere; doubles up to
 _FINISH = {
     EndReason.STOP: inference_pb2.FINISH_REASON_STOP,
     EndReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
@@ -56,6 +58,7 @@ class RequestRun:
         deadline: float,
         queue_deadline: float,
         max_replays: int,
+        max_worker_deaths: int,
         measure: Measure,
         traceparent: str = "",
         wishes: Wishes = Wishes(),  # noqa: B008  immutable
@@ -71,11 +74,13 @@ class RequestRun:
         self._deadline = deadline
         self._queue_deadline = queue_deadline
         self._max_replays = max_replays
+        self._max_worker_deaths = max_worker_deaths
         self._traceparent = traceparent
         self._wishes = wishes
         self._refusals = Refusals()
         self._arrived, self._arrival = self._now(), dispatcher.next_arrival()
         self._tries = 0
+        self._lost: list[str] = []  # workers that died under it, one by one
         self._fruitless = 0  # failures in a row without a token in between
         self._failed = False  # a failure since the try began makes the next one a replay; a rearm goes on with the same
         self._shown = 0  # tokens at the latest failure
@@ -191,11 +196,23 @@ class RequestRun:
         self._trace(failure)
         if failure.refused:
             return
+        self._count_death(failure.worker)
         self._refusals.soft = {failure.worker.worker_id} if failure.worker is not None else set()
         self._fruitless = 0 if shown > self._shown else self._fruitless + 1
         self._shown = shown
         if self._fruitless > self._max_replays:
             raise Unavailable(f"{self._fruitless} tries in a row failed, the last one because {failure.reason}")
+
+    def _count_death(self, worker: Worker | None) -> None:
+        """A request that workers die of must not go through the whole fleet, however far each of them got with it.
+        Raises RpcError, which no client repeats."""
+        if worker is None or worker.connected or worker.draining:
+            return
+        self._lost.append(worker.worker_id)
+        if len(self._lost) >= self._max_worker_deaths:
+            log.error("request_stopped", lost=self._lost, shown_tokens=self.answer.num_tokens)
+            message = f"{len(self._lost)} workers were lost while they had this request; it is not tried again"
+            raise RpcError(grpc.StatusCode.INTERNAL, message)
 
     def _trace(self, failure: Failure) -> None:
         """A span for what came to nothing: the workers' own may have gone with them."""
@@ -210,7 +227,7 @@ class RequestRun:
         """Don't go on at once where going on failed again and again."""
         if self._fruitless > 1 and not failure.refused:
             # The wait ends early when the fleet changes, as it does when a worker is found dead.
-            await self._fleet.wait_membership(_BACKOFF * 2.0 ** (self._fruitless - 2))
+            await self._fleet.wait_membership(min(_BACKOFF_MAX, _BACKOFF * 2.0 ** min(self._fruitless - 2, 10)))
 
     async def send_output(self) -> None:
         """Send what is new. Waits for a slow client, and meanwhile events gather for the next message."""

@@ -162,6 +162,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         deadline=deadline,
                         queue_deadline=deadline - min(_ANSWER_MAX, _ANSWER_SHARE * seconds),
                         max_replays=self._settings.max_replays,
+                        max_worker_deaths=self._settings.max_worker_deaths,
                         measure=measure,
                         traceparent=traceparent,
                         wishes=wishes,

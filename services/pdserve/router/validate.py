@@ -14,7 +14,7 @@ from pdserve.router.models import ModelFacts, ServedModel
 from pdserve.v1 import inference_pb2
 
 MAX_REQUEST_ID = 128
-MAX_REQUEST_BYTES = 16 << 20  # of a whole message; gRPC's own limit is far above, and names no field
+MAX_REQUEST_BYTES = 16 << 20  # of a whole message; gRPC's own limit is above, and names no field
 MAX_MODEL_NAME = 256
 MAX_SALT = 256
 MAX_ROLE = 64

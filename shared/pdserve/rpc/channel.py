@@ -15,6 +15,9 @@ MESSAGE_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
 
+# What a router takes from its clients: twice what it accepts (see router.validate), whose refusal names the field.
+PUBLIC_MESSAGE_BYTES = 32 << 20
+
 # Without data a client pings every 30 s, which a server must not take for abuse: see SERVER_OPTIONS.
 CLIENT_OPTIONS: list[tuple[str, int]] = [
     *MESSAGE_OPTIONS,
@@ -41,6 +44,12 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     # Two services on one port is a mistake, not load balancing.
     ("grpc.so_reuseport", 0),
 ]
+
+
+def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """SERVER_OPTIONS of a server that takes messages of at most that many bytes."""
+    limit = ("grpc.max_receive_message_length", max_message_bytes)
+    return [limit, *(option for option in SERVER_OPTIONS if option[0] != limit[0])]
 
 
 def connect(target: str) -> grpc.aio.Channel:

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.core.errors import ConfigError, PdserveError
-from pdserve.rpc.channel import SERVER_OPTIONS
+from pdserve.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from pdserve.rpc.launcher import Launcher
 from pdserve.rpc.settings import ServiceSettings
 from pdserve.telemetry.export import Metrics, export_metrics
@@ -42,8 +42,15 @@ class GrpcServer:
     at most `drain_seconds`. `stop_requested` may be set by anyone on the loop; `fail` stops with an error.
     """
 
-    def __init__(self, settings: ServiceSettings, services: Sequence[Service], metrics: Metrics | None = None) -> None:
-        """`metrics` are exported, as the settings say, from the binding to the end."""
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        services: Sequence[Service],
+        metrics: Metrics | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """`metrics` are exported, as the settings say, from the binding to the end. A larger message than
+        `max_message_bytes` is refused before it is read."""
         self.endpoint = ""
         self.metrics_url: str | None = None
         self.stop_requested = asyncio.Event()
@@ -59,7 +66,7 @@ class GrpcServer:
         self._signals = 0
         self._signal_seen = asyncio.Event()
         self._stop_now = asyncio.Event()
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=server_options(max_message_bytes))
         for add, servicer, _ in services:
             add(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

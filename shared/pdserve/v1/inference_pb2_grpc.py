@@ -33,8 +33,8 @@ class InferenceServiceStub:
     INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
     it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
     that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
-    trying again. Where tokens were shown before a call failed, trying again starts the answer over; the same seed makes
-    the same answer.
+    trying again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on
+    behind them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
@@ -110,8 +110,8 @@ class InferenceServiceServicer:
     INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
     it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
     that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
-    trying again. Where tokens were shown before a call failed, trying again starts the answer over; the same seed makes
-    the same answer.
+    trying again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on
+    behind them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
@@ -280,8 +280,8 @@ class InferenceService:
     INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
     it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
     that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
-    trying again. Where tokens were shown before a call failed, trying again starts the answer over; the same seed makes
-    the same answer.
+    trying again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on
+    behind them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
