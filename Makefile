@@ -10,7 +10,7 @@ BASELINE := sdk/baseline.binpb
 # Compose v2 where it is here, else docker-compose 1.29.
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help venv up down demo check test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router soak clean
+.PHONY: help venv up down demo check test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router chaos soak clean
 
 help:  ## What there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -100,6 +100,9 @@ bench-router: $(STAMP)  ## What does the router cost: decisions, first tokens, g
 
 soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail.
 	PDSERVE_LIFECYCLES=10000 $(PYTEST) -s tests/chaos/test_lifecycles.py
+
+chaos: $(STAMP)  ## Ten minutes of killed, stopped and terminated processes under load; 90 seconds with QUICK=1.
+	$(BIN)/python benchmarks/chaos.py $(if $(QUICK),--seconds 90)
 
 bench-fabric: $(STAMP)  ## A KV link against a bare group; exposed transfer; hand-off; int8 agreement.
 	$(BIN)/python benchmarks/fabric.py
