@@ -112,6 +112,10 @@ class GrpcServer:
                 details["metrics"] = self.metrics_url
             self.launcher.report("ready", endpoint=self.endpoint, details=details)
 
+    async def set_health(self, serving: bool) -> None:
+        """As `set_ready`, of which the launcher hears nothing: for what comes and goes."""
+        await self._set_health(self._names, serving=serving and not self.draining)
+
     def fail(self, reason: str) -> None:
         """Stop at once, without draining; `run_until_stopped` raises ServiceFailed. The first reason counts."""
         if self._failure is None:

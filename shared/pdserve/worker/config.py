@@ -72,6 +72,9 @@ class WorkerSettings(ServiceSettings):
     frame_timeout: float = Field(2.0, gt=0, description="seconds that a frame may take")
     enable_prefix_caching: bool = Field(True, description="reuse KV of equal prompt beginnings")
     prefix_cache: Endpoint | None = Field(None, description="host:port of a prefix-cache service")
+    engine_stall_seconds: float = Field(
+        30.0, gt=0, description="silence of the engine after which this worker leaves the view until it answers again"
+    )
     step_log: Path | None = Field(None, description="file for the times of steps and hand-offs, written at the end")
 
     @field_validator("cores", "front_cores")

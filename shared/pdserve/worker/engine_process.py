@@ -46,6 +46,8 @@ from pdserve.worker.messages import (
     KvCommitted,
     LinkMessage,
     LoadBlocks,
+    Ping,
+    Pong,
     Progress,
     Rearm,
     Reserve,
@@ -150,6 +152,8 @@ class EngineLoop:
                 load_blocks(kv, scheduler.pool, hashes, payload)
             case ExportBlocks(hashes):
                 self._channel.send(BlocksExported(*export_blocks(kv, scheduler.pool, hashes)))
+            case Ping():
+                self._channel.send(Pong())
             case CheckIntegrity():
                 self._channel.send(IntegrityReport(self._problem(), self._engine.load(*self._links.hub.stats())))
             case Shutdown():

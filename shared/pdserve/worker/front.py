@@ -27,6 +27,7 @@ from pdserve.transfer.messages import PULL_SUFFIX, LinkReport, TransferReport
 from pdserve.v1 import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
 from pdserve.worker.config import WorkerSettings
 from pdserve.worker.engine_client import EngineClient
+from pdserve.worker.engine_pulse import EnginePulse
 from pdserve.worker.links import Links
 from pdserve.worker.messages import (
     AlreadyReady,
@@ -35,6 +36,7 @@ from pdserve.worker.messages import (
     EngineStarted,
     IntegrityReport,
     KvCommitted,
+    Pong,
     Rearmed,
     ReservedPages,
     StartPrefill,
@@ -79,6 +81,7 @@ class WorkerFront:
         self.prefix: PrefixClient | None = None
         self.started: EngineStarted | None = None
         self._sent = SentPrompts()
+        self._pulse = EnginePulse(settings.engine_stall_seconds)
         self._server: GrpcServer | None = None
         self._service: RoleService | None = None
 
@@ -96,6 +99,8 @@ class WorkerFront:
             raise Unavailable(f"{self.worker_id} is starting")
         if self.board.draining:
             raise Unavailable(f"{self.worker_id} is draining")
+        if self.board.suspended:
+            raise Unavailable(self.board.suspended)
 
     def check_ticket(self, ticket: str) -> None:
         """Raise InvalidRequest for what cannot name a ticket."""
@@ -142,6 +147,7 @@ class WorkerFront:
                 async with asyncio.TaskGroup() as pumps:
                     pumps.create_task(self._pump(service), name="engine messages")
                     pumps.create_task(self._pump_links(), name="link messages")
+                    pumps.create_task(self._pulse.watch(self.engine.send, self._engine_stalled), name="engine pulse")
         except* PdserveError as group:
             server.fail(str(_first(group)))
         except* Exception as group:
@@ -199,6 +205,17 @@ class WorkerFront:
         log.info("ready", **details, **started.notes)
         await server.set_ready(True, **details, notes=started.notes)
 
+    async def _engine_stalled(self, reason: str) -> None:
+        """Leave the view while the engine does not answer; empty: come back to it."""
+        if reason:
+            log.error("engine_stalled", reason=reason)
+            self.board.suspend(reason)
+        else:
+            log.info("engine_answers_again")
+            self.board.resume()
+        assert self._server is not None
+        await self._server.set_health(not reason)
+
     async def _pump(self, service: RoleService) -> None:
         receive, board = self.engine.receive, self.board
         while True:
@@ -210,6 +227,8 @@ class WorkerFront:
                     load = load_to_proto(self._sent.with_sent(message.load))
                     board.publish(load, message.stored, message.removed)
                     service.on_step(message)
+                case Pong():
+                    self._pulse.felt()
                 case KvCommitted():
                     self.metrics.observe_transfer(message.seconds, message.exposed)
                     service.on_message(message)

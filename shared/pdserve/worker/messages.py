@@ -105,8 +105,13 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Is anybody there? The engine answers Pong between two steps."""
+
+
 ToEngine = (
     EngineSettings
+    | Ping
     | StartPrefill
     | Reserve
     | Rearm
@@ -216,8 +221,13 @@ class IntegrityReport(msgspec.Struct, frozen=True, tag=True):
     load: Load
 
 
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """Answers Ping."""
+
+
 FromEngine = (
     Progress
+    | Pong
     | EngineStarted
     | EngineFailed
     | StepDone

@@ -85,6 +85,7 @@ class WatchBoard:
         self.load = worker_pb2.WorkerLoad()
         self.links = worker_pb2.LinkTable()
         self.draining = False
+        self.suspended = ""  # why nobody may count on this worker for now
         # Hashes of the blocks that are reusable now: a mirror of the engine's index.
         self.stored: set[bytes] = set()
         self._watchers: set[_Watcher] = set()
@@ -116,6 +117,16 @@ class WatchBoard:
         for watcher in self._watchers:
             watcher.news.set()
 
+    def suspend(self, reason: str) -> None:
+        """End every watch with UNAVAILABLE and refuse new ones until `resume`: to who watches the worker is gone."""
+        self.suspended = reason
+        for watcher in self._watchers:
+            watcher.news.set()
+
+    def resume(self) -> None:
+        """What `suspend` said is over."""
+        self.suspended = ""
+
     async def close(self) -> None:
         """End every watch with UNAVAILABLE; whoever drains has told of it by then. Waits for the last one to end, up to
         FAREWELL seconds."""
@@ -133,6 +144,8 @@ class WatchBoard:
         lags too far behind, and Unavailable before the start and after the end."""
         if self.snapshot is None or self._closed:
             raise Unavailable("the worker is starting" if self.snapshot is None else "the worker is stopping")
+        if self.suspended:
+            raise Unavailable(self.suspended)
         watcher = _Watcher(self.stored)
         self._watchers.add(watcher)
         try:
@@ -145,6 +158,8 @@ class WatchBoard:
                     with suppress(TimeoutError):  # nothing new: the delta below is a heartbeat
                         async with asyncio.timeout(HEARTBEAT):
                             await watcher.news.wait()
+                if self.suspended:
+                    raise Unavailable(self.suspended)
                 if self._closed and told_draining == self.draining:  # who goes in order has said so before
                     raise Unavailable("the worker is stopping")
                 if len(watcher.changes) > watcher.limit:

@@ -176,6 +176,20 @@ async def test_watching_before_the_start_and_after_the_end_is_unavailable() -> N
         await closing
 
 
+async def test_a_suspended_board_takes_no_watchers_until_it_resumes() -> None:
+    board = started()
+    async with aclosing(board.watch()) as updates:  # type: ignore[type-var]
+        await following(updates)
+        board.suspend("the engine is stuck")
+        with pytest.raises(Unavailable, match="the engine is stuck"):
+            await following(updates)
+    with pytest.raises(Unavailable, match="the engine is stuck"):
+        await following(board.watch())
+    board.resume()
+    async with aclosing(board.watch()) as updates:  # type: ignore[type-var]
+        assert (await following(updates)).HasField("snapshot")
+
+
 async def test_who_leaves_in_order_says_so_before_the_end() -> None:
     """Also where both come at once, as with an idle worker."""
     board = started()
