@@ -98,8 +98,9 @@ bench-simulator: $(STAMP)  ## How fast is the simulator, and do policies rank as
 bench-router: $(STAMP)  ## What does the router cost: decisions, first tokens, gaps, relaying?
 	$(BIN)/python benchmarks/router.py
 
-soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail.
+soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail; 100,000 fuzzed messages.
 	PDSERVE_LIFECYCLES=10000 $(PYTEST) -s tests/chaos/test_lifecycles.py
+	PDSERVE_FUZZ=100000 $(PYTEST) -s -m slow tests/chaos/test_fuzz.py
 
 chaos: $(STAMP)  ## Ten minutes of killed, stopped and terminated processes under load; 90 seconds with QUICK=1.
 	$(BIN)/python benchmarks/chaos.py $(if $(QUICK),--seconds 90)

@@ -13,6 +13,7 @@ import grpc.aio
 from pdserve.core.errors import PdserveError
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.rpc.errors import RpcError
+from pdserve.rpc.writing import write_whole
 from pdserve.telemetry.tracing import Span
 from pdserve.v1 import decode_pb2
 
@@ -85,5 +86,5 @@ class RouterSession:
             self._news.clear()
             while self._outbox:
                 response, size = self._outbox.popleft()
-                await context.write(response)
+                await write_whole(context, response)
                 self._bytes -= size

@@ -17,6 +17,7 @@ from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError, Unavai
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.engine.outputs import ChunkDone, Ended, PromptDone, TokenOut
 from pdserve.rpc.convert import end_reason_to_proto, spec_from_proto, token_to_proto
+from pdserve.rpc.endpoint import check_endpoint
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort
 from pdserve.rpc.server import Service
 from pdserve.telemetry import names
@@ -153,8 +154,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         front.require_open()
         front.check_ticket(request.ticket)
         peer = request.decode_worker_id or None
-        if peer is not None and not request.decode_endpoint:
-            raise InvalidRequest("decode_endpoint", "must be set with decode_worker_id")
+        if peer is not None:
+            check_endpoint(request.decode_endpoint, "decode_endpoint")
         spec = spec_from_proto(request.sequence)
         front.check(spec)
         if request.ticket in self._calls:

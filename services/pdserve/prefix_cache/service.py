@@ -13,10 +13,11 @@ import grpc
 import grpc.aio
 import structlog
 
-from pdserve.core.errors import PdserveError
+from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.prefix_cache.config import PrefixCacheSettings
 from pdserve.prefix_cache.metrics import CacheMetrics
 from pdserve.prefix_cache.store import BlockStore, Stored
+from pdserve.rpc.errors import abort
 from pdserve.rpc.server import GrpcServer, Service
 from pdserve.rpc.versions import our_versions, software_version
 from pdserve.telemetry import names
@@ -77,13 +78,16 @@ class PrefixCacheServicer(prefix_cache_pb2_grpc.PrefixCacheServiceServicer):
     ) -> prefix_cache_pb2.StoreResponse:
         counts = dict.fromkeys(Stored, 0)
         chain: list[bytes] = []
-        async for request in request_iterator:
-            received = 0
-            for block in request.blocks:
-                counts[self._store.put(block.hash, block.payload, block.crc32)] += 1
-                chain.append(block.hash)
-                received += len(block.payload)
-            self._tell(received=received)
+        try:
+            async for request in request_iterator:
+                received = 0
+                for block in request.blocks:
+                    counts[self._store.put(block.hash, block.payload, block.crc32)] += 1
+                    chain.append(block.hash)
+                    received += len(block.payload)
+                self._tell(received=received)
+        except InvalidRequest as error:  # what is no message; what came before it is kept
+            await abort(context, error)
         self._store.touch(chain)
         return prefix_cache_pb2.StoreResponse(
             stored=counts[Stored.STORED], present=counts[Stored.PRESENT], refused=counts[Stored.REFUSED]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -28,6 +29,7 @@ from pdserve.router.validate import MAX_MODEL_NAME, MAX_REQUEST_ID, resolve, res
 from pdserve.router.waiting import Wishes
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort, status_code
 from pdserve.rpc.tenant import ANONYMOUS, TENANT, check_tenant
+from pdserve.rpc.writing import write_whole
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
 from pdserve.telemetry.tracing import TRACEPARENT, bounded_traceparent, start_span, traceparent_of
@@ -115,7 +117,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request_iterator: AsyncIterator[inference_pb2.MultiplexRequest], context: Context
     ) -> None:
         try:
-            await Multiplex(self.Generate, context.write).run(request_iterator)
+            await Multiplex(self.Generate, partial(write_whole, context)).run(request_iterator)
         except PdserveError as error:
             await abort(context, error)
 

@@ -15,6 +15,7 @@ from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.engine.outputs import Load
 from pdserve.rpc.convert import speed_to_proto
 from pdserve.rpc.convert_trace import answer_get_spans
+from pdserve.rpc.endpoint import check_endpoint
 from pdserve.rpc.errors import RpcError, abort
 from pdserve.rpc.versions import agree
 from pdserve.transfer.messages import TransferReport
@@ -253,8 +254,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _require_links(self, endpoint: str, worker_id: str) -> LinkOpener:
         if self._links is None:
             raise RpcError(grpc.StatusCode.UNIMPLEMENTED, "this worker has no KV links")
-        if not endpoint or not worker_id:
-            raise InvalidRequest("worker_id" if endpoint else "endpoint", "must be set")
+        check_endpoint(endpoint, "endpoint")
+        if not worker_id:
+            raise InvalidRequest("worker_id", "must be set")
         return self._links
 
     async def Drain(

@@ -1,0 +1,78 @@
+"""Bytes that are no message: INVALID_ARGUMENT for the peer, and nothing for the log.
+
+grpc reads a message before it calls whoever serves it, takes a failure there for that one's bug (UNKNOWN), and logs it
+with its traceback. Anybody who reaches the port could fill a disk with these.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from pdserve.core.errors import InvalidRequest
+from pdserve.rpc.errors import abort
+
+if TYPE_CHECKING:  # generic for type checkers alone
+    Handler = grpc.RpcMethodHandler[Any, Any]
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class MalformedMessages(grpc.aio.ServerInterceptor):
+    """Reads messages so that one that is none raises InvalidRequest where a stream is read, and else ends the call."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        read, write = _reader(handler.request_deserializer), handler.response_serializer
+        if handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(handler.stream_stream, read, write)
+        if handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(handler.stream_unary, read, write)
+        # Those get the bytes, and read them where an error can be told.
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(_reading(handler.unary_stream, read), None, write)
+        return grpc.unary_unary_rpc_method_handler(_reading(handler.unary_unary, read), None, write)
+
+
+def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            raise InvalidRequest("message", f"cannot be read: {error}") from None
+
+    return read
+
+
+def _reading(behavior: Any, read: Callable[[bytes], Any]) -> Any:
+    """`behavior`, which takes a message, as one that takes bytes."""
+
+    async def answer(data: bytes, context: Context) -> Any:
+        return await behavior(await _read(data, read, context), context)
+
+    async def stream(data: bytes, context: Context) -> Any:
+        responses = behavior(await _read(data, read, context), context)
+        try:
+            async for response in responses:
+                yield response
+        finally:
+            await responses.aclose()
+
+    return stream if inspect.isasyncgenfunction(behavior) else answer
+
+
+async def _read(data: bytes, read: Callable[[bytes], Any], context: Context) -> Any:
+    try:
+        return read(data)
+    except InvalidRequest as error:
+        await abort(context, error)
