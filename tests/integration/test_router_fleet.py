@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.core.errors import Unavailable
 from pdserve.policy.disaggregation import NoWorker
+from pdserve.router.dispatch import DOWN_RETRY
 from tests.integration.router_suite import PATIENCE, Suite, pair, suite, tokenizer_only
 from tests.integration.scripted_worker import ScriptedWorker, Wire
 
@@ -28,7 +29,7 @@ async def test_without_a_decode_worker_a_request_ends_when_the_rules_say(folder:
         asked = [made.client.complete("hi", timeout=PATIENCE) for _ in range(3)]
         for error in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(error, Unavailable) and "no decode worker is up" in str(error), error
-            assert error.retry_after == 0.2
+            assert error.retry_after == DOWN_RETRY
         assert asyncio.get_running_loop().time() - began >= waits
 
 
@@ -39,6 +40,8 @@ async def test_without_a_prefill_worker_decode_workers_compute_where_the_rules_s
         await made.until(lambda: sum(worker.connected for worker in made.fleet.workers) == 1)
         done = await made.client.complete("hi")
         assert (done.text, done.finish.usage.prefill_worker) == ("hello", "d0")
+        one = await made.client.complete("hi", max_tokens=1, timeout=PATIENCE)
+        assert (one.text, one.finish.usage.prefill_worker) == ("h", "d0")
 
 
 async def test_a_tenant_that_floods_waits_behind_itself(folder: Path) -> None:

@@ -49,7 +49,7 @@ class Door:
         finally:
             now = _now()
             self.limits.settle(wishes.tenant, visit.taken, visit.used, now)
-            self.limits.leave(wishes.tenant, now - began)
+            self.limits.leave(wishes.tenant, now - began if measure.workers else None)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ class Conversations:
 
 @dataclass(slots=True)
 class Pace:
-    """One model's. `interval` are seconds between placements while others wait, `answer` the tokens of answers, both
+    """One model's. `interval` are seconds between placements while somebody waits, `answer` the tokens of answers, both
     smoothed; 0: nothing is known."""
 
     interval: float = 0.0
@@ -47,11 +47,15 @@ class Pace:
     _placed: float | None = None
 
     def placed(self, now: float, *, others_wait: bool) -> None:
-        """One left the queue."""
-        if self._placed is not None and others_wait:
+        """One left the queue for a worker."""
+        if self._placed is not None:
             seconds = now - self._placed
             self.interval += _EWMA * (seconds - self.interval) if self.interval else seconds
-        self._placed = now
+        self._placed = now if others_wait else None
+
+    def idle(self) -> None:
+        """Nobody waits: the time to the next placement says nothing."""
+        self._placed = None
 
     def answered(self, tokens: int) -> None:
         """An answer has ended, of so many tokens."""

@@ -2,7 +2,7 @@
 
 Per model the order is `Waiting.rank`, fair across tenants (see policy.fairness). A pass over the queue asks the policy
 about each in turn (see policy.queueing): who has to wait for room is overtaken by nobody, so that a big request does
-not starve; who waits for one prefill worker is overtaken by those that go elsewhere.
+not starve; who waits for one prefill worker, or insists on something, is overtaken by those that need not wait.
 """
 
 from __future__ import annotations
@@ -12,48 +12,32 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import structlog
 
 from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable
+from pdserve.policy.admission import RETRY_MAX
 from pdserve.policy.disaggregation import Rules
-from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue
+from pdserve.policy.fairness import OUTPUT_WEIGHT
 from pdserve.policy.fleet import FleetView, PlacementRequest
 from pdserve.policy.forecast import Ahead
-from pdserve.policy.queueing import Deferral, plan_pass
+from pdserve.policy.queueing import least_work, plan_pass
 from pdserve.policy.routing import Decision, Kind, choose_pair, choose_prefill
 from pdserve.router.assignment import Assignment, assign
-from pdserve.router.conversations import Conversations, Pace
+from pdserve.router.conversations import Conversations
 from pdserve.router.fleet import Fleet
 from pdserve.router.models import ServedModel
-from pdserve.router.waiting import Refusals, Waiting, Wishes, fresh_class
+from pdserve.router.waiting import ModelQueue, Refusals, Waiting, Wishes, fresh_class
 from pdserve.router.worker import Worker
 
 log = structlog.get_logger(__name__)
 
 AT_ONCE = 32  # requests that one pass looks at; the event loop has others to serve
 REST = 0.005  # seconds after a pass that placed nobody, before the next one
-
-
-@dataclass(slots=True)
-class _Queue:
-    """One model's."""
-
-    waiting: FairQueue[Waiting] = field(default_factory=FairQueue)
-    deferred: dict[Waiting, Deferral] = field(default_factory=dict)
-    pace: Pace = field(default_factory=Pace)
-    down_since: float | None = None  # the loop's time from which on nobody is up for its head
-    told: str = ""
-
-    def add(self, item: Waiting) -> None:
-        self.waiting.add(item, item.wishes.tenant, item.rank, item.charge)
-
-    def leave(self, item: Waiting, *, served: bool) -> None:
-        """Does nothing where it does not wait."""
-        if item in self.waiting:
-            (self.waiting.serve if served else self.waiting.remove)(item)
-            self.deferred.pop(item, None)
+DOWN_RETRY = 1.0  # seconds that whoever is refused since nobody is up is told to wait at least
 
 
 class Dispatcher:
@@ -63,7 +47,7 @@ class Dispatcher:
         self._fleet = fleet
         self._max_queue = max_queue
         self._rules = rules
-        self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
+        self._queues: defaultdict[str, ModelQueue] = defaultdict(ModelQueue)
         self._conversations = Conversations()
         self._arrivals = itertools.count()
         self._woken: asyncio.Handle | None = None
@@ -80,10 +64,9 @@ class Dispatcher:
     def ahead(self, model: ServedModel, wishes: Wishes, priority: int) -> Ahead:
         """What waits for `model` and would be placed before a new request of that tenant and priority."""
         due = asyncio.get_running_loop().time() + wishes.targets.ttft
-        rank = (*fresh_class(priority), True, due, math.inf)
-        tokens, count = self._queues[model.name].waiting.ahead(wishes.tenant, rank)
-        # As if all were of one length, which is the least that their squares can be: nobody is refused for a guess.
-        return Ahead(tokens, tokens**2 // max(1, count), count)
+        rank = (*fresh_class(self._counts(priority)), True, due, math.inf)
+        work, count = self._queues[model.name].waiting.ahead(wishes.tenant, rank)
+        return Ahead(work.tokens, work.squares, count)
 
     def expected(self, model: ServedModel) -> int:
         """Tokens of an answer, as they were lately; 0: not known yet."""
@@ -91,10 +74,11 @@ class Dispatcher:
 
     def answered(self, model: ServedModel, wishes: Wishes, priority: int, tokens: int, *, whole: bool) -> None:
         """A request got so many tokens in all, and that was the `whole` answer."""
-        queue = self._queues[model.name]
+        queue, account = self._queues[model.name], wishes.account
         if whole:
             queue.pace.answered(tokens)
-        queue.waiting.charge(wishes.tenant, fresh_class(priority), OUTPUT_WEIGHT * tokens)
+        cost, account.answer = OUTPUT_WEIGHT * tokens - account.answer, 0
+        queue.waiting.charge(wishes.tenant, fresh_class(self._counts(priority)), cost)
 
     def retry_after(self, model: ServedModel) -> float:
         """Seconds until a new request would probably be placed, at the pace of the latest placements."""
@@ -111,7 +95,9 @@ class Dispatcher:
             )
         future: asyncio.Future[Assignment] = loop.create_future()
         waiting.future, waiting.queued = future, loop.time()
-        queue.add(waiting)
+        waiting.priority, waiting.expected = self._counts(waiting.priority), self.expected(waiting.model)
+        request = PlacementRequest(waiting.tokens, waiting.remaining, self._fleet.held(waiting.model, waiting.hashes))
+        queue.add(waiting, least_work(request, self._fleet.view(waiting.model)))
         self.wake(now=True)
         try:
             async with asyncio.timeout(max(0.0, timeout)):
@@ -152,49 +138,82 @@ class Dispatcher:
         self._woken, placed = None, False
         for name, queue in self._queues.items():
             if queue.waiting:
-                placed |= self._pass(name, queue)
+                with self._guarded(queue):
+                    placed |= self._pass(name, queue)
         if placed:
             self._rest_until = 0.0
             self.wake()  # a pass ends after so many
         else:
             self._rest_until = asyncio.get_running_loop().time() + REST
 
-    def _pass(self, name: str, queue: _Queue) -> bool:
+    def _pass(self, name: str, queue: ModelQueue) -> bool:
         """Look at the first ones of a queue, and place whom the policy says. True where it placed anybody."""
-        first = list(itertools.islice(queue.waiting, AT_ONCE))
         requests: dict[Waiting, PlacementRequest] = {}
         placed, waits = False, ""
-        model = first[0].model
+        model = next(iter(queue.waiting)).model
 
         def request_of(item: Waiting) -> PlacementRequest:
-            requests[item] = self._request(item, queue)
+            requests[item] = PlacementRequest(item.tokens, item.remaining)
+            with self._guarded(queue, item):
+                requests[item] = self._request(item, queue)
             return requests[item]
 
-        now = asyncio.get_running_loop().time()
+        def choose(item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
+            with self._guarded(queue, item):
+                if item in queue.waiting:
+                    return self._choose(item, view, request)
+            return Decision(Kind.NEVER, item.reason)
+
         plan = plan_pass(
-            first, lambda: self._fleet.view(model), request_of, self._choose, deferred=queue.deferred, now=now
+            queue.waiting.first(AT_ONCE),
+            lambda: self._fleet.view(model),
+            request_of,
+            choose,
+            terms_of=lambda item: item.terms,
+            deferred=queue.deferred,
+            overtaken=queue.overtaken,
+            now=asyncio.get_running_loop().time(),
         )
         for item, decision in plan:
-            item.log.note(decision, requests[item], time.time_ns())
-            item.reason = decision.reason
-            if decision.placed:
-                assignment = self._carry_out(item, decision, requests[item])
-                if assignment is None:
-                    break  # a worker is gone, and the view is about to be another one
-                placed = True
-                self._leave(queue, item, assignment)
-            elif decision.kind is Kind.NEVER:
-                self._leave(queue, item, InvalidRequest("prompt", decision.reason))
-            elif decision.kind is Kind.DOWN:
-                self._leave(queue, item, Unavailable(decision.reason, self._rules.no_worker_seconds))
-            else:
-                waits = waits or decision.reason
-                self._note_down(queue, decision)
+            if item not in queue.waiting:
+                continue
+            with self._guarded(queue, item):
+                item.log.note(decision, requests[item], time.time_ns())
+                item.reason = decision.reason
+                if decision.placed:
+                    assignment = self._carry_out(item, decision, requests[item])
+                    if assignment is None:
+                        break  # a worker is gone, and the view is about to be another one
+                    placed = True
+                    self._leave(queue, item, assignment)
+                elif decision.kind is Kind.NEVER:
+                    self._leave(queue, item, InvalidRequest("prompt", decision.reason))
+                elif decision.kind is Kind.DOWN:
+                    seconds = min(RETRY_MAX, max(DOWN_RETRY, self._rules.no_worker_seconds))
+                    self._leave(queue, item, Unavailable(decision.reason, seconds))
+                else:
+                    waits = waits or decision.reason
+                    self._note_down(queue, item, decision)
         if requests:  # else everybody waits for what they waited for before
             self._tell(name, queue, waits)
         return placed
 
-    def _request(self, item: Waiting, queue: _Queue) -> PlacementRequest:
+    @contextmanager
+    def _guarded(self, queue: ModelQueue, item: Waiting | None = None) -> Iterator[None]:
+        """A bug must stop neither other models nor whoever is behind: it ends the wait of `item`, if there is one."""
+        try:
+            yield
+        except Exception as error:
+            log.error("decision_failed", error=repr(error), exc_info=error)
+            if item is not None:
+                item.reason = repr(error)
+                self._leave(queue, item, error)
+
+    def _counts(self, priority: int) -> int:
+        """What a priority that a client names counts as."""
+        return min(priority, self._rules.max_priority)
+
+    def _request(self, item: Waiting, queue: ModelQueue) -> PlacementRequest:
         now, wishes = asyncio.get_running_loop().time(), item.wishes
         since = queue.down_since
         return PlacementRequest(
@@ -209,20 +228,16 @@ class Dispatcher:
             stated=wishes.stated,
             waited=now - item.arrived,
             down_for=0.0 if since is None else now - max(since, item.queued),
+            overtaken=queue.overtaken.get(item, 0),
             draw=item.arrival,
         )
 
     def _choose(self, item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
-        try:
-            decision = self._ask(item, view, request)
-            hard = item.refusals.standing(asyncio.get_running_loop().time())
-            if not decision.placed and item.refusals.soft - hard:
-                decision = self._ask(item, view, replace(request, excluded=hard))
-            return decision
-        except Exception as error:  # a bug must not stop the queue for everybody behind
-            log.error("decision_failed", error=repr(error), exc_info=error)
-            self._leave(self._queues[item.model.name], item, error)
-            return Decision(Kind.NEVER, repr(error))
+        decision = self._ask(item, view, request)
+        hard = item.refusals.standing(asyncio.get_running_loop().time())
+        if not decision.placed and item.refusals.soft - hard:
+            decision = self._ask(item, view, replace(request, excluded=hard))
+        return decision
 
     def _ask(self, item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
         if item.decode is None:
@@ -235,12 +250,9 @@ class Dispatcher:
             self._conversations.note(item.wishes.session, assignment)
         return assignment
 
-    def _leave(self, queue: _Queue, item: Waiting, outcome: Assignment | Exception) -> None:
+    def _leave(self, queue: ModelQueue, item: Waiting, outcome: Assignment | Exception) -> None:
         """Its wait is over."""
-        served = isinstance(outcome, Assignment)
-        queue.leave(item, served=served)
-        if served:
-            queue.pace.placed(time.monotonic(), others_wait=bool(queue.waiting))
+        queue.leave(item, served=isinstance(outcome, Assignment))
         open_future = item.future if item.future is not None and not item.future.done() else None
         if isinstance(outcome, Assignment):
             if open_future is None:
@@ -250,17 +262,24 @@ class Dispatcher:
         elif open_future is not None:
             open_future.set_exception(outcome)
 
-    def _note_down(self, queue: _Queue, decision: Decision) -> None:
-        """Remember since when nobody is up, and look again when that has been for long enough."""
-        loop = asyncio.get_running_loop()
+    def _note_down(self, queue: ModelQueue, item: Waiting, decision: Decision) -> None:
+        """Remember since when nobody is up, and look again when that has been for long enough. Whoever looks for one to
+        fill its reservation knows of prefill workers only."""
+        if item.decode is not None:
+            return
+        loop, look = asyncio.get_running_loop(), queue.down_look
         if not decision.down:
             queue.down_since = None
-        elif queue.down_since is None:
+            return
+        if queue.down_since is None:
             queue.down_since = loop.time()
-        if decision.down:
-            loop.call_later(self._rules.no_worker_seconds + 0.001, self.wake)
+        at = max(queue.down_since, item.queued) + self._rules.no_worker_seconds + 0.001
+        if look is None or look.when() != at:
+            if look is not None:
+                look.cancel()
+            queue.down_look = loop.call_at(at, self.wake)
 
-    def _tell(self, name: str, queue: _Queue, reason: str) -> None:
+    def _tell(self, name: str, queue: ModelQueue, reason: str) -> None:
         """Say why a model's queue waits, once for each reason."""
         kind = reason.split(":")[0]  # figures change all the time
         if kind and queue.told != kind:

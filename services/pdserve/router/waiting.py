@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdserve.core.layout import KVLayout
 from pdserve.core.slo import SloTargets
-from pdserve.policy.fairness import Rank
+from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue, PromptWork, Rank
 from pdserve.policy.fleet import DEFAULT_TARGETS, Target
+from pdserve.policy.queueing import Deferral, Terms
 from pdserve.router.assignment import Assignment
+from pdserve.router.conversations import Pace
 from pdserve.router.decisions import DecisionLog
 from pdserve.router.models import ServedModel
 from pdserve.router.worker import Worker
@@ -41,15 +44,24 @@ class Refusals:
         return frozenset(self.hard)
 
 
+@dataclass(slots=True)
+class Account:
+    """What a request's tenant was charged for its `answer`, before there was one."""
+
+    answer: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """Who asks, and what for beside an answer. `session` names its conversation. `stated` are
-    those of the targets that the request named, or whoever runs the router: for their sake it waits, or is refused."""
+    those of the targets that the request named, or whoever runs the router: for their sake it waits, or is refused.
+    `account` is kept by the dispatcher."""
 
     tenant: str = ""
     session: str = ""
     targets: SloTargets = DEFAULT_TARGETS
     stated: frozenset[Target] = frozenset()
+    account: Account = field(default_factory=Account, compare=False)
 
 
 def fresh_class(priority: int) -> Rank:
@@ -61,7 +73,7 @@ def fresh_class(priority: int) -> Rank:
 class Waiting:
     """One sequence that wants to be placed. `hashes` are its block hashes for each layout in the fleet; `decode` is the
     decode worker that holds a reservation for it, where only a prefill worker is wanted. `arrived` is the loop's time;
-    `arrival` numbers requests in that order."""
+    `arrival` numbers requests in that order. `expected` is how long answers were when it came; 0: not known."""
 
     model: ServedModel
     tokens: int
@@ -72,10 +84,11 @@ class Waiting:
     arrival: int
     hashes: Mapping[KVLayout, list[bytes]]
     refusals: Refusals
-    wishes: Wishes = Wishes()
+    wishes: Wishes = field(default_factory=Wishes)
     log: DecisionLog = field(default_factory=DecisionLog)
     decode: str | None = None
     reason: str = "not looked at yet"
+    expected: int = 0
     queued: float = 0.0  # when this wait began, the loop's time
     future: asyncio.Future[Assignment] | None = None
 
@@ -88,5 +101,54 @@ class Waiting:
 
     @property
     def charge(self) -> int:
-        """Prompt tokens that placing it costs its tenant: those of a first try, once."""
-        return 0 if self.replay or self.decode is not None else self.tokens
+        """What placing it costs its tenant: a first try's prompt, and the answer that it probably gets."""
+        return self.tokens + self.answer_charge if self._first else 0
+
+    @property
+    def answer_charge(self) -> int:
+        """The answer's part of that, settled when there is one."""
+        return OUTPUT_WEIGHT * min(self.expected, self.remaining) if self._first else 0
+
+    @property
+    def _first(self) -> bool:
+        return not self.replay and self.decode is None
+
+    @property
+    def terms(self) -> Terms | None:
+        """What it insists on: short gaps, or to fill the reservation that it has."""
+        if self.decode is not None:
+            return Terms(("decode", self.decode), 0.0)
+        if Target.ITL in self.wishes.stated:
+            return Terms(("tenant", self.wishes.tenant), self.wishes.targets.itl)
+        return None
+
+
+@dataclass(slots=True)
+class ModelQueue:
+    """What waits for one model, in its order, and what its passes remember."""
+
+    waiting: FairQueue[Waiting] = field(default_factory=FairQueue)
+    deferred: dict[Waiting, Deferral] = field(default_factory=dict)
+    overtaken: dict[Waiting, int] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
+    down_since: float | None = None  # the loop's time from which on nobody is up for its head
+    down_look: asyncio.TimerHandle | None = None  # when that will have been for long enough
+    told: str = ""
+
+    def add(self, item: Waiting, work: PromptWork) -> None:
+        self.waiting.add(item, item.wishes.tenant, item.rank, item.charge, work)
+
+    def leave(self, item: Waiting, *, served: bool) -> None:
+        """Does nothing where it does not wait."""
+        if item not in self.waiting:
+            return
+        self.deferred.pop(item, None)
+        self.overtaken.pop(item, None)
+        if served:
+            self.waiting.serve(item)
+            item.wishes.account.answer += item.answer_charge
+            self.pace.placed(time.monotonic(), others_wait=bool(self.waiting))
+        else:
+            self.waiting.remove(item)
+            if not self.waiting:
+                self.pace.idle()

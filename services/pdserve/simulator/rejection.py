@@ -25,26 +25,11 @@ class Door:
     def __init__(self, reject: Reject, workers: Iterable[Worker]) -> None:
         self._reject = reject
         self._decodes = [worker for worker in workers if worker.role is Role.DECODE]
-        self._waiting: dict[Request, tuple[int, int]] = {}
-        self._tokens = self._squares = 0
 
-    def enqueued(self, request: Request, tokens: int, squares: int) -> None:
-        """It waits in the router, and so much of it has to be computed."""
-        self._waiting[request] = tokens, squares
-        self._tokens += tokens
-        self._squares += squares
-
-    def left(self, request: Request) -> None:
-        """It waits in the router no longer."""
-        tokens, squares = self._waiting.pop(request, (0, 0))
-        self._tokens -= tokens
-        self._squares -= squares
-
-    def turns_away(self, view: FleetView, wanted: PlacementRequest) -> bool:
-        """At its arrival."""
+    def turns_away(self, view: FleetView, wanted: PlacementRequest, ahead: Ahead) -> bool:
+        """At its arrival, behind those that wait in the router and go before it."""
         if self._reject is Reject.NEVER:
             return False
-        ahead = Ahead(self._tokens, self._squares, len(self._waiting))
         if self._reject is Reject.PREDICTED:
             return not admit(view, wanted, ahead).admitted
         times = Forecast(view, wanted, ahead, DEFAULT_RULES).ttft()

@@ -27,6 +27,7 @@ class Request:
     fetched: int = 0  # those of them that were fetched
     gaps: list[tuple[float, int]] = field(default_factory=list)
     tries: int = 0
+    charged: int = 0  # to its tenant, for an answer that is not there yet
     outcome: Outcome | None = None
     rejected: bool = False  # for load; its outcome is FAILED
 

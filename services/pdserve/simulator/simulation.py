@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.core.slo import Outcome
-from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue, Rank
 from pdserve.policy.fleet import BOTH, DEFAULT_TARGETS, FleetView, PlacementRequest, Role
-from pdserve.policy.queueing import LOOKS, Deferral, plan_pass
+from pdserve.policy.queueing import LOOKS, Terms, plan_pass
 from pdserve.policy.routing import Decision, Kind, choose_pair
+from pdserve.simulator.backlog import Backlog
 from pdserve.simulator.fetching import choose_source
 from pdserve.simulator.network import Network
 from pdserve.simulator.plan import FleetPlan, Outage, Policy
@@ -50,8 +50,7 @@ class Simulation:
         self._targets = plan.targets or DEFAULT_TARGETS
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
-        self._queue: FairQueue[Request] = FairQueue()
-        self._deferred: dict[Request, Deferral] = {}
+        self._backlog = Backlog()
         self._arrived = False  # somebody waits who was not looked at yet
         self._placements: dict[int, _Placement] = {}
         self._sessions: dict[int, frozenset[str]] = {}
@@ -94,15 +93,13 @@ class Simulation:
 
     def _arrive(self, request: Request) -> None:
         view, wanted = self._view(), self._wanted(request)
-        if self._door.turns_away(view, wanted):
+        if self._door.turns_away(view, wanted, self._backlog.ahead(request)):
             self._fail(request, rejected=True)
         else:
-            held = min(max(wanted.held.values(), default=0) * self.plan.layout.block_size, request.tokens - 1)
-            self._door.enqueued(request, request.tokens - held, request.tokens**2 - held**2)
-            self._enqueue(request, cost=request.tokens)
+            self._enqueue(request)
 
-    def _enqueue(self, request: Request, cost: int) -> None:
-        self._queue.add(request, request.arrival.tenant, _rank(request), cost)
+    def _enqueue(self, request: Request) -> None:
+        self._backlog.enter(request, self._wanted(request), self._view())
         self._arrived = True
 
     def _dispatch(self) -> None:
@@ -110,30 +107,35 @@ class Simulation:
         if not (self._arrived or self._watch.changed):
             return
         self._arrived = False
-        while self._queue and self._pass():
+        while self._backlog.queue and self._pass():
             pass
 
     def _pass(self) -> bool:
         """Whether anybody went, so that others may be looked at."""
         went = False
-        first = list(itertools.islice(self._queue, 2 * LOOKS))
-        for request, decision in plan_pass(
-            first, self._view, self._wanted, self._choose, deferred=self._deferred, now=self.now
-        ):
+        plan = plan_pass(
+            self._backlog.queue.first(2 * LOOKS),
+            self._view,
+            self._wanted,
+            self._choose,
+            terms_of=self._terms,
+            deferred=self._backlog.deferred,
+            overtaken=self._backlog.overtaken,
+            now=self.now,
+        )
+        for request, decision in plan:
             self.decisions += 1
             if decision.kind is Kind.NEVER:
                 raise InvalidRequest("prompt", decision.reason)
             if decision.kind in (Kind.DOWN, Kind.REJECT):
-                self._queue.remove(request)
-                self._door.left(request)
+                self._backlog.leave(request, served=False)
                 self._fail(request, rejected=decision.kind is Kind.REJECT)
             elif decision.placed and self._place(request, decision):
-                self._queue.serve(request)
-                self._door.left(request)
-            elif decision.kind is Kind.DEFER:
-                continue
-            else:
+                self._backlog.leave(request, served=True)
+            elif decision.placed:
                 return False
+            else:
+                continue
             went = True
         return went
 
@@ -142,6 +144,9 @@ class Simulation:
 
     def _choose(self, request: Request, view: FleetView, wanted: PlacementRequest) -> Decision:
         return self.policy(view, wanted)
+
+    def _terms(self, request: Request) -> Terms | None:
+        return Terms(request.arrival.tenant, self._targets.itl) if self.plan.targets else None
 
     def _wanted(self, request: Request) -> PlacementRequest:
         session, since = request.arrival.session, max(self._down_since.values(), default=self.now)
@@ -155,6 +160,7 @@ class Simulation:
             stated=BOTH if self.plan.targets else frozenset(),
             waited=self.now - request.arrival.at,
             down_for=self.now - max(since, request.arrival.at),
+            overtaken=self._backlog.overtaken.get(request, 0),
             draw=request.number,
         )
 
@@ -256,7 +262,7 @@ class Simulation:
             placement.decode[0].release(placement.decode[1])  # the first token was the last
         self._answers += 1
         self._answered_tokens += request.produced
-        self._queue.charge(request.arrival.tenant, _rank(request), OUTPUT_WEIGHT * request.produced)
+        self._backlog.settle(request)
 
     def _on_preempted(self, worker: Worker, job: Job, now: float) -> None:
         self._replay(job.request, worker)
@@ -269,9 +275,10 @@ class Simulation:
         for half in (placement.prefill, placement.decode):
             if half is not None and half[0] is not lost:
                 half[0].release(half[1])
-        self._enqueue(request, cost=0)
+        self._enqueue(request)
 
     def _fail(self, request: Request, *, rejected: bool) -> None:
+        self._backlog.settle(request)
         request.done_at, request.outcome, request.rejected = self.now, Outcome.FAILED, rejected
 
     def _die(self, outage: Outage, now: float) -> None:
@@ -293,8 +300,3 @@ class Simulation:
     def _revive(self, worker: Worker) -> None:
         self._watch.back(worker)
         self._down_since.pop(worker.role, None)
-
-
-def _rank(request: Request) -> Rank:
-    """The more urgent class first; in it who was there before, then in order of arrival."""
-    return -request.arrival.priority, not request.tries, request.number

@@ -37,12 +37,14 @@ class Protect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a deployment decides. `no_worker_seconds` is how long NoWorker.WAIT waits."""
+    """What a deployment decides. `no_worker_seconds` is how long NoWorker.WAIT waits; a request that names a priority
+    above `max_priority` has that one."""
 
     protect: Protect = Protect.ITL
     local_prefill: bool = True
     no_worker: NoWorker = NoWorker.WAIT
     no_worker_seconds: float = 30.0
+    max_priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

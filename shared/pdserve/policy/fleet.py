@@ -195,8 +195,9 @@ class PlacementRequest:
     its cached blocks are not counted as room. `near` are workers that had its conversation last.
 
     `waited` are the seconds since it arrived, `down_for` those since which no worker was up for it. `stated` are those
-    of its `targets` that somebody asked for: it waits for a place that keeps them. `draw` is its random number, for
-    fleets of which only a sample is looked at.
+    of its `targets` that somebody asked for: it waits for a place that keeps them, until `overtaken`, the number of
+    those that were placed past it, says that waiting does not help. `draw` is its random number, for fleets of which
+    only a sample is looked at.
     """
 
     tokens: int
@@ -210,6 +211,7 @@ class PlacementRequest:
     stated: frozenset[Target] = frozenset()
     waited: float = 0.0
     down_for: float = 0.0
+    overtaken: int = 0
     draw: int = 0
 
     @property

@@ -43,7 +43,8 @@ class Forecast:
 
     def __init__(self, view: FleetView, request: PlacementRequest, ahead: Ahead, rules: Rules) -> None:
         self._view, self._request, self._ahead, self._rules = view, request, ahead, rules
-        single = request.remaining <= 1 and bool(view.prefill)  # nobody takes its KV
+        # Nobody takes the KV of a single token, where there is a prefill worker for it.
+        single = request.remaining <= 1 and any(worker.usable for worker in view.prefill)
         self._decodes, self._decode_count = self._some(() if single else view.decode)
         self._receiver = min(self._decodes, key=lambda worker: worker.load, default=None)
 

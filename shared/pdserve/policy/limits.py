@@ -91,11 +91,13 @@ class TenantLimits:
             account = self._filled(tenant, now)
             account.level = min(float(self._tokens), account.level + taken - used)
 
-    def leave(self, tenant: str, seconds: float) -> None:
-        """A request that had entered is over, after so many seconds."""
+    def leave(self, tenant: str, seconds: float | None) -> None:
+        """A request that had entered is over, after so many seconds; None: it was refused, and says nothing of how long
+        requests take."""
         account = self._accounts[tenant]
         account.requests -= 1
-        account.seconds += _EWMA * (seconds - account.seconds) if account.seconds else seconds
+        if seconds is not None:
+            account.seconds += _EWMA * (seconds - account.seconds) if account.seconds else seconds
         if not account.requests:
             self._idle[tenant] = None
             while len(self._idle) > self._remembered:

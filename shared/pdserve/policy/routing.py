@@ -9,7 +9,7 @@ one worker: when its holder has a queue, computing it elsewhere is faster, and f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pdserve.policy.disaggregation import Places, Protect, Rules, gives_up, holds_prompt, prefill_places
@@ -26,6 +26,7 @@ from pdserve.policy.options import (
 )
 
 SHOWN = 6  # options that a decision keeps for whoever wants to know
+OVERTAKEN = 32  # requests that may go before one that waits for short gaps; then it takes what there is
 DEFAULT_RULES = Rules()
 
 
@@ -43,7 +44,7 @@ class Kind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Where to, by worker id, and why; `options` are the best that it was chosen from, best first, of `considered`.
-    `down`: nobody is up whom it could wait for."""
+    `down`: nobody is up whom it could wait for. `lets_pass`: those behind it need not wait with it, as by DEFER."""
 
     kind: Kind
     reason: str
@@ -52,6 +53,7 @@ class Decision:
     options: tuple[Option, ...] = ()
     considered: int = 0
     down: bool = False
+    lets_pass: bool = False
 
     @property
     def placed(self) -> bool:
@@ -61,10 +63,18 @@ class Decision:
 def choose_pair(view: FleetView, request: PlacementRequest, rules: Rules = DEFAULT_RULES) -> Decision:
     """Decide for one sequence. Changes nothing; the caller accounts for what it places before it asks again."""
     if request.remaining <= 1 and view.prefill:
-        return _prefill_only(view, request, rules)
+        able = tuple(worker for worker in view.prefill if _could_hold(worker, request))
+        if len(able) < len(view.prefill):
+            everyone, view = (*view.prefill, *view.decode), replace(view, prefill=able)
+            if not any(_could_hold(worker, request) for worker in everyone):
+                return _never(request, everyone, "prefill or decode")
+        if any(worker.usable for worker in able):
+            return _prefill_only(view, request)
+        if not any(worker.usable and _could_hold(worker, request) for worker in view.decode):
+            return _nobody("no prefill worker is up, and no decode worker either", request, rules)
     if not any(worker.usable for worker in view.decode):
         return _nobody("no decode worker is up", request, rules)
-    if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in view.decode):
+    if not any(_could_hold(worker, request) for worker in view.decode):
         return _never(request, view.decode, "decode")
     decodes = _decodes(view, request)
     if not decodes:
@@ -81,17 +91,19 @@ def choose_pair(view: FleetView, request: PlacementRequest, rules: Rules = DEFAU
         found = options(view, request, places, prefills, decode_options(matching, view, request), rules)
     if not found:
         return Decision(Kind.WAIT, "no prefill worker has room")
-    return _decide(found, request, places, rules)
+    return _decide(found, view, request, places, rules)
 
 
 def choose_prefill(view: FleetView, request: PlacementRequest, decode: str, rules: Rules = DEFAULT_RULES) -> Decision:
-    """Decide for a sequence that holds a reservation on the worker `decode` already: who fills it. Changes nothing."""
+    """Decide for a sequence that holds a reservation on the worker `decode` already: who fills it. Changes nothing.
+    Others need not wait with it where nobody can."""
     worker = view.index.get(decode)
     if worker is None:
-        return Decision(Kind.WAIT, f"decode worker {decode} is gone")
+        return Decision(Kind.WAIT, f"decode worker {decode} is gone", lets_pass=True)
     peers = [peer for peer in view.prefill if peer.layout == worker.layout]
     if not any(peer.usable for peer in peers):
-        return Decision(Kind.WAIT, f"all prefill workers are down or draining ({len(peers)} known)")
+        reason = f"all prefill workers are down or draining ({len(peers)} known)"
+        return Decision(Kind.WAIT, reason, lets_pass=True)
     places = Places(True, False, "it holds a reservation")
     # It has its pages and its seat; only the time to the next token is left to choose.
     held = DecodeOption(worker, request.held_tokens(worker), 0.0, False)
@@ -102,11 +114,8 @@ def choose_prefill(view: FleetView, request: PlacementRequest, decode: str, rule
     return Decision(Kind.REMOTE, _say(found, rules), found[0].prefill, None, tuple(found[:SHOWN]), len(found))
 
 
-def _prefill_only(view: FleetView, request: PlacementRequest, rules: Rules) -> Decision:
-    if all(request.blocks(worker, decoding=False) > worker.total_blocks for worker in view.prefill):
-        return _never(request, view.prefill, "prefill")
-    if not any(worker.usable for worker in view.prefill):
-        return _nobody(f"all prefill workers are down or draining ({len(view.prefill)} known)", request, rules)
+def _prefill_only(view: FleetView, request: PlacementRequest) -> Decision:
+    """Where some prefill worker is up."""
     prefills = _accepting(_prefills(view, request))
     if not prefills:
         return Decision(Kind.WAIT, "no prefill worker has room")
@@ -116,14 +125,14 @@ def _prefill_only(view: FleetView, request: PlacementRequest, rules: Rules) -> D
     return Decision(Kind.PREFILL_ONLY, reason, prefills[0].worker.worker_id, None, found, len(found))
 
 
-def _decide(found: list[Option], request: PlacementRequest, places: Places, rules: Rules) -> Decision:
+def _decide(found: list[Option], view: FleetView, request: PlacementRequest, places: Places, rules: Rules) -> Decision:
     """Take the best option now, or wait for it."""
     # A decode worker that takes no prompts now is waited for only where there is nobody else.
     found = [option for option in found if option.prefill or option.accepts] or found
     best, shown, count = found[0], tuple(found[:SHOWN]), len(found)
-    if Target.ITL in request.stated and rules.protect is Protect.ITL and best.slow:
-        itl = 1e3 * request.targets.itl
-        return Decision(Kind.WAIT, f"no decode worker would keep {itl:g} ms between tokens", None, None, shown, count)
+    if best.slow and rules.protect is Protect.ITL and _waits_for_gaps(view, request):
+        reason = f"no decode worker would keep {1e3 * request.targets.itl:g} ms between tokens"
+        return Decision(Kind.WAIT, reason, None, None, shown, count, lets_pass=True)
     if not best.accepts:
         if best.prefill is None:
             return Decision(Kind.WAIT, "every decode worker has prompts enough to compute", None, None, shown, count)
@@ -135,11 +144,25 @@ def _decide(found: list[Option], request: PlacementRequest, places: Places, rule
     return Decision(kind, reason, best.prefill, best.decode, shown, count)
 
 
+def _waits_for_gaps(view: FleetView, request: PlacementRequest) -> bool:
+    """Whether it should rather wait than get longer gaps than it asked for: where an idle worker would keep them, and
+    those who don't wait have not gone before it too often."""
+    if Target.ITL not in request.stated or request.overtaken >= OVERTAKEN:
+        return False
+    workers = (worker for worker in shortlist(view.decode, view, request) if worker.usable)
+    return any(view.answer_speed(w).decode_seconds(1, request.tokens) <= request.planned.itl for w in workers)
+
+
 def _say(found: list[Option], rules: Rules) -> str:
     best = found[0]
-    rule = "least cost" if best.meets else f"least violation ({rules.protect})"
+    if not best.meets:
+        rule = f"least violation ({rules.protect}) of {len(found)}"
+    elif not best.tight and any(other.tight and other.meets and other.cost < best.cost for other in found):
+        rule = f"least cost with room to its end of {len(found)}"
+    else:
+        rule = f"least cost of {len(found)}"
     return (
-        f"{rule} of {len(found)}: first token in {1e3 * best.ttft:.1f} ms ({1e3 * best.queue:.1f} queue, "
+        f"{rule}: first token in {1e3 * best.ttft:.1f} ms ({1e3 * best.queue:.1f} queue, "
         f"{1e3 * best.compute:.1f} compute, {1e3 * best.transfer:.1f} transfer), then {1e3 * best.gap:.1f} ms a token"
     )
 
@@ -160,6 +183,11 @@ def _prefills(view: FleetView, request: PlacementRequest) -> list[PrefillOption]
 
 def _accepting(prefills: list[PrefillOption]) -> list[PrefillOption]:
     return [prefill for prefill in prefills if prefill.worker.accepts_prompt]
+
+
+def _could_hold(worker: WorkerView, request: PlacementRequest) -> bool:
+    """Whether its given tokens fit into `worker` when nobody else is there."""
+    return request.blocks(worker, decoding=False) <= worker.total_blocks
 
 
 def _nobody(reason: str, request: PlacementRequest, rules: Rules) -> Decision:

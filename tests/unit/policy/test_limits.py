@@ -46,6 +46,17 @@ def test_the_wait_for_a_request_to_end_is_learned() -> None:
     assert refused(limits.enter("a", 18.0)).retry_after == 2.5
 
 
+def test_a_request_that_was_refused_says_nothing_of_how_long_they_take() -> None:
+    limits = TenantLimits(max_requests=1)
+    limits.enter("a", 0.0)
+    limits.leave("a", 8.0)
+    for _ in range(50):
+        limits.enter("a", 8.0)
+        limits.leave("a", None)
+    limits.enter("a", 8.0)
+    assert refused(limits.enter("a", 8.0)).retry_after == 8.0
+
+
 @pytest.mark.parametrize("seconds, told", [(0.001, 0.1), (4000.0, 30.0)])
 def test_the_wait_for_a_request_to_end_is_bounded(seconds: float, told: float) -> None:
     limits = TenantLimits(max_requests=1)

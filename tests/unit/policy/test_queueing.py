@@ -137,6 +137,23 @@ def test_who_waits_is_not_asked_again_for_nothing() -> None:
         assert queue.run(deferred=dict(memory), now=0.02)[0][0] == "a"
 
 
+def test_who_waits_hears_of_a_worker_that_takes_prompts_now() -> None:
+    """One that is new, and one that was full before; one that took prompts all along was considered already."""
+    full = {"reported_prefill_tokens": 1024}
+    busy = [worker("p0", **full), worker("p1", reported_prefill_tokens=1500), worker("d0")]
+    queue = Queue(busy, **dict.fromkeys([f"r{index}" for index in range(17)], LONG))
+    memory: dict[str, Deferral] = {}
+    assert len(queue.run(deferred=memory)) == len(memory) == 16
+    assert queue.run(deferred=memory, now=0.01) == []
+    for free, change in (("p2", [*busy, worker("p2")]), ("p1", [busy[0], worker("p1"), busy[2]])):
+        queue.view = FleetView.of_workers(change)
+        assert queue.run(deferred=dict(memory), now=0.01)[0] == ("r0", Kind.REMOTE, free)
+    patient = PlacementRequest(8000, 100, held={"p0": 490})
+    queue = Queue([worker("p0", reported_prefill_tokens=600), worker("p1"), worker("d0")], a=patient)
+    assert queue.run(deferred=memory) == [("a", Kind.DEFER, "p0")]
+    assert queue.run(deferred=memory, now=0.01) == []
+
+
 def test_a_memory_is_of_the_last_pass() -> None:
     """Who left the queue is forgotten."""
     queue = Queue([worker("p0", reported_prefill_tokens=1024), worker("d0")], a=LONG, b=LONG)

@@ -153,6 +153,26 @@ def test_a_single_token_needs_no_decode_worker() -> None:
     assert choose_pair(view(worker("d0")), request(remaining=1)).kind is Kind.LOCAL
 
 
+def test_a_single_token_goes_to_a_decode_worker_where_the_rules_say() -> None:
+    """No prefill worker is up, or none could ever hold it."""
+    down, one = worker("p0", connected=False), request(remaining=1)
+    fleet = view(down, worker("d0"))
+    assert choose_pair(fleet, one, Rules(no_worker=NoWorker.LOCAL)).kind is Kind.LOCAL
+    waits = choose_pair(fleet, one)
+    assert (waits.kind, waits.down) == (Kind.WAIT, True) and "all prefill workers are down" in waits.reason
+    nobody = choose_pair(view(down, worker("d0", draining=True)), one, Rules(no_worker=NoWorker.LOCAL))
+    assert (nobody.kind, nobody.reason) == (Kind.WAIT, "no prefill worker is up, and no decode worker either")
+    small, long = worker("p0", total_blocks=10, available_blocks=10), request(500, remaining=1)
+    assert choose_pair(view(small, worker("d0")), long).kind is Kind.LOCAL
+    assert choose_pair(view(small, worker("p1"), worker("d0")), long).prefill == "p1"
+    large_is_down = view(small, worker("p1", connected=False), replace(small, worker_id="d0", role=Role.DECODE))
+    assert (choose_pair(large_is_down, long).kind, choose_pair(large_is_down, long).down) == (Kind.WAIT, True)
+    never = choose_pair(view(small, replace(small, worker_id="d0", role=Role.DECODE)), long)
+    assert (never.kind, never.reason) == (
+        Kind.NEVER, "500 tokens, the largest prefill or decode worker has room for 160"
+    )  # fmt: skip
+
+
 def test_pairs_have_equal_layouts() -> None:
     other = replace(LAYOUT, block_size=32)
     fleet = view(worker("p0", layout=other), worker("d0"))
@@ -231,8 +251,7 @@ def test_a_stated_target_between_tokens_keeps_prompts_waiting() -> None:
     assert choose_pair(fleet, request(targets=targets, stated=frozenset({Target.TTFT}))).kind is Kind.REMOTE
     assert choose_pair(fleet, request(targets=targets, stated=BOTH), Rules(protect=Protect.TTFT)).kind is Kind.REMOTE
     nobody_could = replace(targets, itl=0.001)
-    alone = view(worker("p0", speed=SPEED), worker("d0", speed=SPEED))
-    assert choose_pair(alone, request(targets=nobody_could, stated=BOTH)).kind is Kind.REMOTE
+    assert choose_pair(fleet, request(targets=nobody_could, stated=BOTH)).kind is Kind.REMOTE
 
 
 def test_which_violation_is_smaller_depends_on_what_is_protected() -> None:
@@ -270,8 +289,10 @@ def test_a_conversation_goes_where_it_was_among_equals() -> None:
 def test_an_answer_that_would_outgrow_its_worker_goes_where_it_has_room() -> None:
     small = worker("d0", available_blocks=12)
     fleet = view(worker("p0"), small, worker("d1", outstanding_tokens=500))
-    assert choose_pair(fleet, request(64, remaining=400, expected=300)).decode == "d1"
-    assert choose_pair(fleet, request(64, remaining=400, expected=50)).decode == "d0"
+    found = choose_pair(fleet, request(64, remaining=400, expected=300))
+    assert found.decode == "d1" and found.reason.startswith("least cost with room to its end of ")
+    found = choose_pair(fleet, request(64, remaining=400, expected=50))
+    assert found.decode == "d0" and found.reason.startswith("least cost of ")
 
 
 def test_of_a_large_fleet_a_sample_is_looked_at_and_holders_always() -> None:

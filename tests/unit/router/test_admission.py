@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import grpc
 import pytest
 
-from pdserve.core.errors import InvalidRequest
+from pdserve.core.errors import InvalidRequest, TenantLimited
 from pdserve.core.slo import Outcome, SloTargets, Verdict
 from pdserve.policy.fleet import Target
 from pdserve.policy.limits import Limit
-from pdserve.router.admission import stated_targets
+from pdserve.router.admission import Door, stated_targets
 from pdserve.router.config import RouterSettings
 from pdserve.router.measure import Measure
 from pdserve.router.meter import Ended, Meter
+from pdserve.router.waiting import Wishes
 from pdserve.rpc.tenant import ANONYMOUS, check_tenant
 from pdserve.v1 import inference_pb2
 
@@ -55,6 +58,20 @@ def test_what_cannot_be_a_tenant_is_told(tenant: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=f"x-tenant-id: .*{said}") as caught:
         check_tenant(tenant)
     assert caught.value.field == "x-tenant-id"
+
+
+async def test_a_refused_request_says_nothing_of_how_long_requests_take() -> None:
+    """However many are refused: the wait that a tenant is told is that of those that were placed."""
+    settings = RouterSettings.load(["--tenant-max-requests", "1"])
+    door = Door(settings, cast(Any, None), cast(Any, None), cast(Any, None))
+    wishes = Wishes("a")
+    for _ in range(20):
+        async with door.entered(wishes, Measure([], "chat")):
+            pass
+    async with door.entered(wishes, Measure([], "chat")):
+        with pytest.raises(TenantLimited) as caught:
+            await door.entered(wishes, Measure([], "chat")).__aenter__()
+    assert caught.value.retry_after == 1.0, "none has ended yet"
 
 
 class Heard(Meter):
