@@ -154,7 +154,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         with log_request(request_id):
             try:
                 async with asyncio.timeout_at(deadline), door.entered(wishes, measure) as visit:
-                    resolved = await resolve(request, model, facts, request_id)
+                    resolved = await resolve(request, model, facts, request_id, self._settings.max_priority)
                     await visit.admit(resolved, deadline)
                     run = RequestRun(
                         resolved,

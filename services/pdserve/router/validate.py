@@ -19,6 +19,7 @@ MAX_MODEL_NAME = 256
 MAX_SALT = 256
 MAX_ROLE = 64
 MAX_STOPS = 16
+NO_PRIORITY = 2**31 - 1  # none is above it
 MAX_STOP_LENGTH = 256
 
 
@@ -47,9 +48,14 @@ class ResolvedRequest:
 
 
 async def resolve(
-    request: inference_pb2.GenerateRequest, model: ServedModel, facts: ModelFacts, request_id: str = ""
+    request: inference_pb2.GenerateRequest,
+    model: ServedModel,
+    facts: ModelFacts,
+    request_id: str = "",
+    max_priority: int = NO_PRIORITY,
 ) -> ResolvedRequest:
-    """Check and complete `request`; `request_id` is used where it has none. Raises InvalidRequest, naming the field."""
+    """Check and complete `request`; `request_id` is used where it has none, and a priority above `max_priority` counts
+    as that. Raises InvalidRequest, naming the field."""
     name = resolve_request_id(request.request_id or request_id)
     if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
         message = f"the message has {size} bytes, at most {MAX_REQUEST_BYTES} are taken"
@@ -86,7 +92,7 @@ async def resolve(
         prompt_len=len(tokens),
         params=params,
         eos_token_ids=tuple(token for token in model.eos_token_ids if token < facts.vocab_size),
-        priority=request.priority,
+        priority=min(request.priority, max_priority),
         cache_salt=request.cache_salt,
     )
     response = request.response

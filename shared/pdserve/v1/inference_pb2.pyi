@@ -420,7 +420,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """The caller's name for this request, at most 128 printable ASCII characters; empty: the router makes one."""
     priority: _builtins.int
-    """Higher goes first; neutral 0."""
+    """Higher goes first; neutral 0. Above the router's --max-priority (0 by default) it counts as that."""
     session_id: _builtins.str
     """Requests of one conversation share an id, at most 256 characters; among equal workers the router
     prefers those that had it last.

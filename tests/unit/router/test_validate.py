@@ -118,6 +118,12 @@ async def test_the_length_error_has_both_numbers(model: ServedModel) -> None:
         await resolve(request("x" * 60, stopping=pb.StoppingOptions(max_tokens=5)), model, FACTS)
 
 
+@pytest.mark.parametrize("named, counts", [(9, 3), (3, 3), (0, 0), (-5, -5)])
+async def test_a_priority_counts_up_to_what_is_allowed(model: ServedModel, named: int, counts: int) -> None:
+    resolved = await resolve(request(priority=named), model, FACTS, max_priority=3)
+    assert resolved.spec.priority == counts
+
+
 async def test_an_answer_to_go_on_with(model: ServedModel) -> None:
     resume = pb.TokenIds(ids=[97, 98])
     resolved = await resolve(request(resume=resume, sampling=pb.SamplingOptions(temperature=0)), model, FACTS)
