@@ -17,7 +17,7 @@ PACKAGE = Path("pdserve/v1")
 
 
 def generate(target: Path) -> None:
-    """Write the stubs and their type stubs below `target`."""
+    """Write the stubs, their type stubs and the marker that they have types below `target`."""
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     outputs = [f"--{kind}_out={target}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
     bin_dir = Path(sys.executable).parent  # where the mypy plugins are, activated venv or not
@@ -27,6 +27,7 @@ def generate(target: Path) -> None:
     (target / PACKAGE / "__init__.py").write_text(
         '"""Generated from protos/pdserve/v1 by `make proto`; do not edit."""\n'
     )
+    (target / PACKAGE / "py.typed").touch()
 
 
 def drift() -> list[str]:

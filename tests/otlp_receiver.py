@@ -72,6 +72,11 @@ class OtlpReceiver(metrics_service_pb2_grpc.MetricsServiceServicer, trace_servic
         """Names of the metrics that `service` sent."""
         return {metric.name for metric, _, _ in self.series(service)}
 
+    def tracers(self) -> set[str]:
+        """The services that sent spans."""
+        resources = (resource.resource for request in self.traces for resource in request.resource_spans)
+        return {attributes(resource.attributes)["service.name"] for resource in resources}
+
 
 def attributes(pairs: Any) -> Attributes:
     """String attributes as a dict."""

@@ -16,6 +16,8 @@ from pathlib import Path
 PYTHON_IMAGE = "python:3.11-slim-bookworm"
 OWN_PYTHON_IMAGE = "pdserve-test/python:3.11"
 PACKAGES = "apt-get install docker.io docker-compose debootstrap"
+# What starts Compose: v2, and the older command.
+COMPOSES = (("docker", "compose"), ("docker-compose",))
 _LISTENS = "API listen on"
 _START_SECONDS = 60.0
 _PULL_SECONDS = 180.0
@@ -108,13 +110,18 @@ def _bootstrap(engine: Engine, root: Path) -> None:
         archive.unlink(missing_ok=True)
 
 
+def has_compose(compose: tuple[str, ...]) -> bool:
+    """Whether one of COMPOSES is installed; it needs no engine to say so."""
+    if shutil.which(compose[0]) is None:
+        return False
+    return subprocess.run([*compose, "version"], capture_output=True, check=False).returncode == 0
+
+
 def _find_compose() -> tuple[str, ...]:
     """Compose v2 where it is here, else the older command."""
-    plugin = ("docker", "compose")
-    if subprocess.run([*plugin, "version"], capture_output=True, check=False).returncode == 0:
-        return plugin
-    if shutil.which("docker-compose"):
-        return ("docker-compose",)
+    for compose in COMPOSES:
+        if has_compose(compose):
+            return compose
     raise NoEngine(f"neither `docker compose` nor docker-compose is installed ({PACKAGES})")
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
+import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +17,8 @@ from typing import Any
 import pytest
 
 from pdserve.client import Client, Completion, Finish, FleetWorker, Output
-from tests.e2e.containers import PROJECT, Containers
-from tests.e2e.docker_engine import NoEngine, docker_engine
+from tests.e2e.containers import PROJECT, ROOT, Containers
+from tests.e2e.docker_engine import COMPOSES, NoEngine, docker_engine, has_compose
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -26,6 +28,18 @@ ANSWER = "The capital of France is Paris."
 LONG = 96  # tokens: seconds on any CPU
 SHOWN = 8  # tokens that a client has seen when its worker is killed
 FLEET_SECONDS = 300.0  # until a worker has loaded its model; slow machines that do other work need minutes
+
+
+@pytest.mark.parametrize("compose", COMPOSES, ids=" ".join)
+@pytest.mark.parametrize("profiles", ["cpu", "gpu", "observability", "none"])
+def test_compose_takes_the_file(compose: tuple[str, ...], profiles: str) -> None:
+    """Both Composes do, with each profile and without any. They ask no engine."""
+    if not has_compose(compose):
+        pytest.skip(f"`{' '.join(compose)}` is not installed")
+    environment = {**os.environ, "COMPOSE_PROFILES": "" if profiles == "none" else profiles}
+    command = [*compose, "config", "--quiet"]
+    checked = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @pytest.fixture(scope="module")

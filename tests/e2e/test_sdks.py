@@ -61,10 +61,10 @@ def language(request: pytest.FixtureRequest) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """A router, a prefill worker, two decode workers and a prefix cache."""
+    """A router, a prefill worker, two decode workers, a prefix cache and a gateway."""
     folder = tmp_path_factory.mktemp("sdks")
     part = ModelPart(make_tiny_model(folder / "tiny"), "tiny", prefill=1, decode=2)
-    async with serve(folder, part, prefix_caches=1) as suite:
+    async with serve(folder, part, prefix_caches=1, gateways=1) as suite:
         yield suite
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,3 +44,13 @@ def serve(
 def prompt(length: int, seed: int = 0, vocab: int = 250) -> list[int]:
     """Token ids that differ by seed from the first one on."""
     return [(seed * 101 + index * 37 + (index * index) % 11 + 3) % vocab for index in range(length)]
+
+
+async def complete_over_http(cluster: Cluster, token_ids: list[int], max_tokens: int) -> None:
+    """A text completion through the first gateway, of the model "tiny". HTTPError where it is refused."""
+    body = {"model": "tiny", "prompt": token_ids, "max_tokens": max_tokens, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{cluster.http}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with await asyncio.to_thread(urllib.request.urlopen, request, timeout=30) as answer:
+        assert answer.status == 200

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
 import urllib.parse
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from pdserve.launch import ModelPart
 from pdserve.testing import Cluster
 from tests import promql
 from tests.integration.scraping import heartbeats, read, scrape_until
-from tests.integration.suites import CHUNK, prompt, serve
+from tests.integration.suites import CHUNK, complete_over_http, prompt, serve
 from tests.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,15 +53,11 @@ async def busy_suite(tmp_path: Path) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-async def traffic(cluster: Cluster) -> None:
-    ask = cluster.client.complete
-    await asyncio.gather(*(ask(prompt(3 * CHUNK, seed), max_tokens=4, ignore_eos=True) for seed in range(4)))
-    body = {"model": "tiny", "prompt": prompt(CHUNK, 7), "max_tokens": 3, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{cluster.http}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with await asyncio.to_thread(urllib.request.urlopen, request, timeout=30) as answer:
-        assert answer.status == 200
+async def traffic(cluster: Cluster, turn: int = 0) -> None:
+    """Four prompts over gRPC, others in each turn; over HTTP always the same one, which is cached."""
+    ask, seeds = cluster.client.complete, range(4 * turn, 4 * turn + 4)
+    await asyncio.gather(*(ask(prompt(3 * CHUNK, seed), max_tokens=4, ignore_eos=True) for seed in seeds))
+    await complete_over_http(cluster, prompt(CHUNK, 7), max_tokens=3)
 
 
 async def test_every_query_names_what_exists_and_has_data(tmp_path: Path) -> None:
@@ -108,7 +105,8 @@ def test_every_alert_is_explained() -> None:
     assert not missing, f"docs/operations.md does not say what these mean: {missing}"
 
 
-# With Prometheus itself, where it can be had (Debian: apt-get install prometheus).
+# With Prometheus itself, where it can be had (Debian: apt-get install prometheus). All of these are slow, however long
+# they take: CI has it for `make test-e2e` only.
 
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")), reason="prometheus and promtool are not installed"
@@ -116,6 +114,7 @@ needs_prometheus = pytest.mark.skipif(
 
 
 @needs_prometheus
+@pytest.mark.slow
 def test_prometheus_takes_the_rules_and_its_own_configuration() -> None:
     for arguments in (
         ["check", "config", str(promql.DOCKER / "prometheus" / "prometheus.yml")],
@@ -128,24 +127,37 @@ def test_prometheus_takes_the_rules_and_its_own_configuration() -> None:
 @needs_prometheus
 @pytest.mark.slow
 async def test_prometheus_answers_every_query(tmp_path: Path) -> None:
-    """The real thing: it scrapes the suite, evaluates the rules, and every panel has something to show."""
+    """The real thing: it scrapes the suite, evaluates the rules, and every panel has numbers to show."""
     async with busy_suite(tmp_path) as cluster, prometheus(cluster, tmp_path) as url:
         wanted = {expression: where for where, expression in dashboards()}
         last: dict[str, Any] = {}
         try:
             async with asyncio.timeout(200), aclosing(heartbeats(cluster, "decode-0")) as beats:
+                turns = itertools.count(1)
                 async for _ in beats:
-                    await traffic(cluster)
+                    await traffic(cluster, next(turns))  # what decode workers hold already would not be transferred
                     answers = {expression: await query(url, expression) for expression in wanted}
-                    last = {expression: answer for expression, answer in answers.items() if not answer}
+                    last = {expression: answer for expression, answer in answers.items() if not all_numbers(answer)}
                     if not last:
                         break
         except TimeoutError:
-            raise AssertionError(f"nothing to show in {[wanted[expression] for expression in last]}") from None
+            found = [f"{wanted[expression]}: {answer}" for expression, answer in last.items()]
+            raise AssertionError("no numbers in\n" + "\n".join(found)) from None
         for where, expression in rules():
             assert isinstance(await query(url, expression), list), where
         firing = {item["metric"]["alertname"] for item in await query(url, 'ALERTS{alertstate="firing"}')}
         assert not firing & {"PdserveNoDecodeWorker", "PdserveTargetDown", "PdserveErrorRate"}
+
+
+def all_numbers(answer: list[dict[str, Any]]) -> bool:
+    """Is there a series, and does each have a value? A share of nothing has none: Prometheus says NaN then."""
+    return bool(answer) and all(math.isfinite(float(series["value"][1])) for series in answer)
+
+
+def test_a_share_of_nothing_is_no_number() -> None:
+    some, none = ({"metric": {}, "value": [1.0, value]} for value in ("0.5", "NaN"))
+    assert all_numbers([some])
+    assert not all_numbers([]) and not all_numbers([some, none])
 
 
 @asynccontextmanager

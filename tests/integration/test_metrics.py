@@ -17,8 +17,8 @@ from pdserve.rpc.errors import error_from_call
 from pdserve.testing import Cluster
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.integration.scraping import Found, read, scrape, scrape_until
-from tests.integration.suites import CHUNK, prompt, serve
+from tests.integration.scraping import Found, scrape, scrape_until
+from tests.integration.suites import CHUNK, complete_over_http, prompt, serve
 from tests.otlp_receiver import OtlpReceiver
 from tests.tiny_models import make_tiny_model
 
@@ -196,7 +196,7 @@ async def test_every_service_sends_its_metrics_over_otlp(tmp_path: Path) -> None
     with OtlpReceiver() as receiver:
         async with serve(tmp_path / "logs", part, prefix_caches=1, gateways=1, otlp_endpoint=receiver.endpoint) as made:
             await made.client.complete(prompt(CHUNK), max_tokens=3, ignore_eos=True)
-            await read(f"{made.http}/v1/models")
+            await complete_over_http(made, prompt(CHUNK, 1), max_tokens=3)
         expected = {
             "router": {"pdserve_time_to_first_token_seconds", "gen_ai.server.time_to_first_token", "pdserve_requests"},
             "prefill": {"pdserve_kv_transfer_bytes", "pdserve_worker_info", "pdserve_engine_busy_seconds"},
@@ -207,5 +207,5 @@ async def test_every_service_sends_its_metrics_over_otlp(tmp_path: Path) -> None
         for service, names in expected.items():
             assert names <= receiver.names(f"pdserve-{service}"), service
         points = [p for m, _, p in receiver.series("pdserve-router") if m.name == "gen_ai.server.time_to_first_token"]
-        assert [point.count for point in points] == [1]
-        assert receiver.traces, "traces go there as well"
+        assert [point.count for point in points] == [2]
+        assert receiver.tracers() == {f"pdserve-{service}" for service in expected}, "traces go there as well"

@@ -9,13 +9,6 @@ from __future__ import annotations
 OPERATION_NAME = "gen_ai.operation.name"
 PROVIDER_NAME = "gen_ai.provider.name"
 REQUEST_MODEL = "gen_ai.request.model"
-RESPONSE_MODEL = "gen_ai.response.model"
-RESPONSE_ID = "gen_ai.response.id"
-REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
-REQUEST_TEMPERATURE = "gen_ai.request.temperature"
-REQUEST_TOP_P = "gen_ai.request.top_p"
-REQUEST_TOP_K = "gen_ai.request.top_k"
-REQUEST_SEED = "gen_ai.request.seed"
 RESPONSE_FINISH_REASONS = "gen_ai.response.finish_reasons"
 USAGE_INPUT_TOKENS = "gen_ai.usage.input_tokens"
 USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
@@ -25,15 +18,10 @@ OPERATION_CHAT = "chat"
 OPERATION_TEXT_COMPLETION = "text_completion"
 PROVIDER = "pdserve"
 
-# RPC attributes.
-RPC_SYSTEM = "rpc.system"
-RPC_SERVICE = "rpc.service"
-RPC_METHOD = "rpc.method"
-RPC_STATUS_CODE = "rpc.grpc.status_code"
+# Of any failed span.
 ERROR_TYPE = "error.type"
 
 # Our spans. Router: the request's life. Workers: what they computed and moved, under the router's spans.
-SPAN_REQUEST = "pdserve.request"
 SPAN_TRY = "pdserve.try"
 SPAN_QUEUE = "pdserve.queue"
 SPAN_RESERVE = "pdserve.reserve"
