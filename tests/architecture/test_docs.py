@@ -31,6 +31,19 @@ def test_what_the_docs_name_exists() -> None:
     run("-m", "scripts.check_docs")
 
 
+def test_each_kind_of_fault_has_a_test_that_exists_or_a_reason() -> None:
+    rows = re.findall(
+        r"^\| (?!---|what goes wrong)(.+?) \| (.+) \|$", (ROOT / "docs/faults.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 45
+    code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    there = set(re.findall(r"^(?:async )?def (test_\w+)", code, re.MULTILINE))
+    for kind, held in rows:
+        tests = re.findall(r"`(test_\w+)`", held)
+        assert set(tests) <= there, f"{kind}: {set(tests) - there}"
+        assert tests or len(held.split()) >= 8, f"{kind}: neither a test nor a reason"
+
+
 def run(*arguments: str) -> None:
     result = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
