@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,16 +146,19 @@ async def leaked(workers: list[str]) -> int:
     from pdserve.testing import wait_load
 
     async def of(endpoint: str) -> int:
-        last = 0
+        last = None
 
         def free(load: Any) -> bool:
             nonlocal last
             last = load.owned_blocks + load.reserved_blocks
             return not last
 
-        with suppress(AssertionError):
+        try:
             await wait_load(endpoint, free, PATIENCE)
-        return last
+        except AssertionError as error:  # not free in time, silent, or blocks that do not add up
+            print(error, file=sys.stderr)
+            return last or 1
+        return 0
 
     return sum(await asyncio.gather(*map(of, workers)))
 

@@ -18,7 +18,7 @@ from pdserve.launch import Machine, ModelPart, Service, WorkerOptions, plan_suit
 
 PREFILL, DECODE, ROUTERS = 2, 3, 2
 STOPPED = 5.0  # seconds of a SIGSTOP
-BACK = 30.0  # seconds within which a service must serve again; it is started at once, and these machines are slow
+BACK = 60.0  # seconds after which a service that was started again is taken for one that never will
 HARMS = ("kill", "kill", "stop", "terminate")
 
 
@@ -40,7 +40,7 @@ class ChaosFleet:
 
     def __init__(self, model: Path, logs: Path) -> None:
         self._logs = logs
-        self._healing: set[asyncio.Task[None]] = set()
+        self._healing: list[asyncio.Task[None]] = []
         self.longest_away = 0.0  # seconds from a death until somebody served in that place again
         self.members: list[Member] = []
         ports = {name: _free_port() for name in self._names()}
@@ -103,13 +103,13 @@ class ChaosFleet:
         member, how = chance.choice(able), chance.choice(HARMS)
         member.up = False
         member.harmed[how] = member.harmed.get(how, 0) + 1
-        self._healing.add(task := asyncio.create_task(self._heal(member, how), name=f"{how} {member.name}"))
-        task.add_done_callback(self._healing.discard)
+        self._healing.append(asyncio.create_task(self._heal(member, how), name=f"{how} {member.name}"))
         return f"{how} {member.name}"
 
     async def healed(self) -> None:
-        """Wait until everybody is up."""
+        """Wait until everybody is up. Raises what kept one from coming back."""
         await asyncio.gather(*self._healing)
+        assert all(member.up for member in self.members)
 
     def _spared(self, member: Member) -> bool:
         """Whether its role goes on without it."""

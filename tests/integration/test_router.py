@@ -163,15 +163,17 @@ async def test_tries_that_get_nowhere_are_bounded(folder: Path) -> None:
     assert len(decode.seen) == 3 and model.replays == 2, "the third failure was continued nowhere"
 
 
-async def test_a_request_that_workers_die_of_is_stopped(folder: Path) -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_request_that_workers_die_of_is_stopped(folder: Path, role: str) -> None:
     """Though each of them got further with it: else it would go through the whole fleet."""
     wire = Wire()
-    workers = [ScriptedWorker(f"d{number}", "decode", wire, script=("die",)) for number in range(4)]
-    async with suite(folder, *workers, max_worker_deaths=3, max_replays=9) as made:
-        with pytest.raises(RpcError, match="3 workers were lost while they had this request") as caught:
+    workers = [ScriptedWorker(f"{role}-{number}", role, wire, script=("die",)) for number in range(4)]
+    others = [] if role == "decode" else [ScriptedWorker("d0", "decode", wire)]
+    async with suite(folder, *workers, *others, max_worker_deaths=3, max_replays=9) as made:
+        with pytest.raises(RpcError, match="workers were lost 3 times while they had this request") as caught:
             await made.client.complete("hi", timeout=PATIENCE)
         assert caught.value.code is grpc.StatusCode.INTERNAL
-        await made.until(lambda: sum(worker.connected for worker in made.fleet.workers) == 1)
+        await made.until(lambda: sum(worker.connected for worker in made.fleet.workers) == 1 + len(others))
         assert (await made.client.stats()).models[0].failed == 1
 
 

@@ -17,7 +17,9 @@ from pdserve.testing import Cluster
 from tests.integration.suites import prompt, serve
 from tests.tiny_models import make_tiny_model
 
-OPTIONS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True, "temperature": 0.7, "seed": 5}
+OPTIONS: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0.7, "seed": 5}
+
+STALL = 2.0  # seconds; a busy machine's hiccups are shorter
 
 
 def engine_of(worker: Service) -> int:
@@ -52,8 +54,8 @@ async def busy_decoder(cluster: Cluster) -> str:
 
 
 async def test_a_stalled_engine_turns_its_worker_red_and_costs_a_gap(tmp_path: Path) -> None:
-    part = ModelPart(make_tiny_model(tmp_path / "model"), "tiny", prefill=1, decode=2)
-    flags = {f"decode-{index}": {"engine-stall-seconds": 0.5} for index in range(2)}
+    part = ModelPart(make_tiny_model(tmp_path / "model", max_position_embeddings=8192), "tiny", prefill=1, decode=2)
+    flags = {f"decode-{index}": {"engine-stall-seconds": STALL} for index in range(2)}
     async with serve(tmp_path / "logs", part, per_worker=flags) as cluster:
         expected = await cluster.client.complete(prompt(40), **OPTIONS)
         tokens, finish, stuck = list[int](), None, ""
@@ -67,7 +69,7 @@ async def test_a_stalled_engine_turns_its_worker_red_and_costs_a_gap(tmp_path: P
                     finish = event
         worker = cluster.workers[stuck]
         assert tokens == expected.token_ids and finish is not None
-        assert (finish.usage.replays, finish.usage.decode_worker != stuck) == (1, True)
+        assert finish.usage.replays >= 1 and finish.usage.decode_worker != stuck
         await until_health(worker, serving=False)
         await until_connected(cluster, 2)
         assert (await cluster.client.complete(prompt(40), **OPTIONS)).token_ids == expected.token_ids
@@ -76,4 +78,4 @@ async def test_a_stalled_engine_turns_its_worker_red_and_costs_a_gap(tmp_path: P
         await until_connected(cluster, 3)
         await cluster.assert_all_free()
     log = (tmp_path / "logs" / f"{stuck}.log").read_text()
-    assert "the engine has not answered for 0.5 s" in log and "engine_answers_again" in log
+    assert f"the engine has not answered for {STALL:g} s" in log and "engine_answers_again" in log

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdserve.client import NO_RETRIES, Client, Event, EventStream, GenerateOptions, Prompt, Session
 from pdserve.client.exchange import Exchange
 from pdserve.client.session import Broken
-from pdserve.core.errors import Unavailable
+from pdserve.core.errors import NoCapacity, Unavailable
 from pdserve.rpc.channel import connect
 
 log = structlog.get_logger(__name__)
@@ -24,6 +24,7 @@ log = structlog.get_logger(__name__)
 SERVICE = "pdserve.v1.InferenceService"
 _BACKOFF = 0.2  # seconds between tries to follow a router's health
 _CHECK_SECONDS = 2.0
+PATIENCE = 3.0  # seconds that a broken answer waits for a router that serves
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -122,17 +123,31 @@ class Routers:
                         async for event in events:
                             yield event
                     return
-                except Unavailable as error:
+                except (Unavailable, NoCapacity) as error:
                     if exchange.shown > shown:
                         shown, asked = exchange.shown, set()
                     asked.add(router)
-                    lost = isinstance(error, Broken) if exchange.begun else True
-                    others = [other for other in self._routers if other.serving and other not in asked]
-                    if not (lost and others and exchange.repeatable):
+                    # Before the beginning a refusal is for the caller, who was told nothing yet.
+                    moves = shown or isinstance(error, Broken) if exchange.begun else isinstance(error, Unavailable)
+                    if not (moves and exchange.repeatable and await self._others(asked, PATIENCE if shown else 0.0)):
                         raise
                     log.warning("answer_moved", request_id=exchange.request.request_id, lost=router.target, shown=shown)
             if timeout is not None:
                 exchange.timeout = max(0.0, timeout - (clock() - began))
+
+    async def _others(self, asked: Container[Router], patience: float) -> bool:
+        """Whether a router serves that was not `asked`. Of one that came back it takes a moment to hear: up to
+        `patience` seconds."""
+
+        def found() -> bool:
+            return any(router.serving and router not in asked for router in self._routers)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                while not found() and any(router not in asked for router in self._routers):
+                    self._changed.clear()
+                    await self._changed.wait()
+        return found()
 
     @contextlib.contextmanager
     def _pick(self, but: Container[Router] = ()) -> Iterator[Router]:

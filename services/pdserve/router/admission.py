@@ -68,7 +68,11 @@ class Visit:
         return self.prompt_tokens + self.measure.timeline.tokens if self.measure.workers else 0
 
     async def admit(self, resolved: ResolvedRequest, deadline: float) -> None:
-        """Let it in to be placed, or not; `deadline` is in the loop's time. Raises TenantLimited and TooLate."""
+        """Let it in to be placed, or not; `deadline` is in the loop's time. Raises TenantLimited and TooLate. An answer
+        that was begun elsewhere goes on: somebody reads it. It is paid for at its end."""
+        if resolved.resumed:
+            self.prompt_tokens = len(resolved.given)
+            return
         self._spend(resolved)
         if self.door.settings.early_rejection == "stated":
             await self._foresee(resolved, deadline)

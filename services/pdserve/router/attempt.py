@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import grpc
 import grpc.aio
 
 from pdserve.core.errors import Unavailable
 from pdserve.router.events import FirstToken, PrefillFailed, Sink
 from pdserve.router.ledger import Entry
 from pdserve.rpc.convert import end_reason_from_proto
-from pdserve.rpc.errors import error_from_call
+from pdserve.rpc.errors import error_from_call, from_server
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc
 
 
@@ -43,7 +44,8 @@ async def run_prefill(
             sink(PrefillFailed(request.attempt, error))
     except grpc.aio.AioRpcError as failure:
         if not complete:
-            sink(PrefillFailed(request.attempt, error_from_call(failure)))
+            lost = failure.code() is grpc.StatusCode.UNAVAILABLE and not from_server(failure)
+            sink(PrefillFailed(request.attempt, error_from_call(failure), lost))
     finally:
         call.cancel()
         if entry is not None:

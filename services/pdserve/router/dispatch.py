@@ -36,7 +36,8 @@ from pdserve.router.worker import Worker
 log = structlog.get_logger(__name__)
 
 AT_ONCE = 32  # requests that one pass looks at; the event loop has others to serve
-REST = 0.005  # seconds after a pass that placed nobody, before the next one
+REST = 0.005  # seconds after a pass that nobody left the queue in, before the next one
+GOING_ON = 2  # times max_queue may wait where answers that another router began are among them
 DOWN_RETRY = 1.0  # seconds that whoever is refused since nobody is up is told to wait at least
 
 
@@ -89,7 +90,8 @@ class Dispatcher:
         once when the queue is full, InvalidRequest for what no worker of the fleet can ever take, and Unavailable where
         nobody is up for it and the rules say not to wait."""
         queue, loop = self._queues[waiting.model.name], asyncio.get_running_loop()
-        if not waiting.replay and len(queue.waiting) >= self._max_queue:
+        limit = self._max_queue * (GOING_ON if waiting.resumed else 1)
+        if not waiting.replay and len(queue.waiting) >= limit:
             raise NoCapacity(
                 f"{len(queue.waiting)} requests wait for {waiting.model.name} already", self.retry_after(waiting.model)
             )
@@ -135,21 +137,22 @@ class Dispatcher:
             self._woken = loop.call_later(rest, self._dispatch) if rest > 0 else loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        self._woken, placed = None, False
+        self._woken, went = None, False
         for name, queue in self._queues.items():
-            if queue.waiting:
+            if count := len(queue.waiting):
                 with self._guarded(queue):
-                    placed |= self._pass(name, queue)
-        if placed:
+                    self._pass(name, queue)
+                went = went or len(queue.waiting) < count
+        if went:
             self._rest_until = 0.0
             self.wake()  # a pass ends after so many
         else:
             self._rest_until = asyncio.get_running_loop().time() + REST
 
-    def _pass(self, name: str, queue: ModelQueue) -> bool:
-        """Look at the first ones of a queue, and place whom the policy says. True where it placed anybody."""
+    def _pass(self, name: str, queue: ModelQueue) -> None:
+        """Look at the first ones of a queue, and place whom the policy says."""
         requests: dict[Waiting, PlacementRequest] = {}
-        placed, waits = False, ""
+        waits = ""
         model = next(iter(queue.waiting)).model
 
         def request_of(item: Waiting) -> PlacementRequest:
@@ -184,7 +187,6 @@ class Dispatcher:
                     assignment = self._carry_out(item, decision, requests[item])
                     if assignment is None:
                         break  # a worker is gone, and the view is about to be another one
-                    placed = True
                     self._leave(queue, item, assignment)
                 elif decision.kind is Kind.NEVER:
                     self._leave(queue, item, InvalidRequest("prompt", decision.reason))
@@ -196,7 +198,6 @@ class Dispatcher:
                     self._note_down(queue, item, decision)
         if requests:  # else everybody waits for what they waited for before
             self._tell(name, queue, waits)
-        return placed
 
     @contextmanager
     def _guarded(self, queue: ModelQueue, item: Waiting | None = None) -> Iterator[None]:

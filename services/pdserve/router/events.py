@@ -87,10 +87,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    """The attempt's prefill call ended before the decode worker had everything."""
+    """The attempt's prefill call ended before the decode worker had everything. `lost`: with the connection, and not by
+    the worker's word."""
 
     attempt: int
     error: PdserveError
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

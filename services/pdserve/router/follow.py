@@ -42,13 +42,15 @@ REARM_PATIENCE = 2.0
 class Failure:
     """Why a try, or its prefill half, ended without completing the answer.
 
-    `refused`: nothing was spent, so it does not count as a try. `counted`: it did already.
+    `refused`: nothing was spent, so it does not count as a try. `counted`: it did already. `lost`: the connection to
+    `worker` ended under it.
     """
 
     reason: str
     refused: bool = False
     worker: Worker | None = None
     counted: bool = False
+    lost: bool = False
 
 
 class Follower:
@@ -93,8 +95,8 @@ class Follower:
                 self._reserved(stamp, tokens_held)
             case Ready(kv_bytes):
                 self._on_ready(stamp, kv_bytes)
-            case PrefillFailed(attempt, error):
-                failure = self._prefill_failed(error) if attempt == ticket.attempt else None
+            case PrefillFailed(attempt, error, lost):
+                failure = self._prefill_failed(error, lost) if attempt == ticket.attempt else None
             case AttemptFailed(attempt, reason):
                 if attempt == ticket.attempt:
                     ticket.given_up(reason)
@@ -124,12 +126,12 @@ class Follower:
 
     # The prefill half.
 
-    def _prefill_failed(self, error: Exception) -> Failure | None:
+    def _prefill_failed(self, error: Exception, lost: bool) -> Failure | None:
         """Keep the reservation and look for another prefill worker, unless this one owes nothing any more."""
         run, ticket = self._run, self._ticket
         if (self._ready and self._has_first) or self._down is not None:
             return None
-        failure = _prefill_failed(error, ticket.assignment.prefill)
+        failure = replace(_prefill_failed(error, ticket.assignment.prefill), lost=lost)
         decode = ticket.assignment.decode
         if decode is None or self._ended is not None:
             return failure

@@ -61,7 +61,7 @@ class RequestRun:
         max_worker_deaths: int,
         measure: Measure,
         traceparent: str = "",
-        wishes: Wishes = Wishes(),  # noqa: B008  immutable
+        wishes: Wishes,
     ) -> None:
         self.answer = Answer(resolved)
         self.measure = measure
@@ -139,6 +139,7 @@ class RequestRun:
             remaining=resolved.spec.params.max_tokens - self.answer.num_tokens,
             priority=resolved.spec.priority,
             replay=self._tries > 0,
+            resumed=bool(resolved.resumed),
             arrived=self._arrived,
             arrival=self._arrival,
             hashes=await self._fleet.hash_prompt(resolved.model, tokens, resolved.spec.cache_salt),
@@ -196,22 +197,23 @@ class RequestRun:
         self._trace(failure)
         if failure.refused:
             return
-        self._count_death(failure.worker)
+        self._count_death(failure)
         self._refusals.soft = {failure.worker.worker_id} if failure.worker is not None else set()
         self._fruitless = 0 if shown > self._shown else self._fruitless + 1
         self._shown = shown
         if self._fruitless > self._max_replays:
             raise Unavailable(f"{self._fruitless} tries in a row failed, the last one because {failure.reason}")
 
-    def _count_death(self, worker: Worker | None) -> None:
+    def _count_death(self, failure: Failure) -> None:
         """A request that workers die of must not go through the whole fleet, however far each of them got with it.
         Raises RpcError, which no client repeats."""
-        if worker is None or worker.connected or worker.draining:
+        worker = failure.worker
+        if worker is None or worker.draining or not (failure.lost or not worker.connected):
             return
         self._lost.append(worker.worker_id)
         if len(self._lost) >= self._max_worker_deaths:
             log.error("request_stopped", lost=self._lost, shown_tokens=self.answer.num_tokens)
-            message = f"{len(self._lost)} workers were lost while they had this request; it is not tried again"
+            message = f"workers were lost {len(self._lost)} times while they had this request; it is not tried again"
             raise RpcError(grpc.StatusCode.INTERNAL, message)
 
     def _trace(self, failure: Failure) -> None:

@@ -72,8 +72,9 @@ def fresh_class(priority: int) -> Rank:
 @dataclass(slots=True, eq=False)
 class Waiting:
     """One sequence that wants to be placed. `hashes` are its block hashes for each layout in the fleet; `decode` is the
-    decode worker that holds a reservation for it, where only a prefill worker is wanted. `arrived` is the loop's time;
-    `arrival` numbers requests in that order. `expected` is how long answers were when it came; 0: not known."""
+    decode worker that holds a reservation for it, where only a prefill worker is wanted. `resumed`: another router
+    began its answer. `arrived` is the loop's time; `arrival` numbers requests in that order. `expected` is how long
+    answers were when it came; 0: not known."""
 
     model: ServedModel
     tokens: int
@@ -87,6 +88,7 @@ class Waiting:
     wishes: Wishes = field(default_factory=Wishes)
     log: DecisionLog = field(default_factory=DecisionLog)
     decode: str | None = None
+    resumed: bool = False
     reason: str = "not looked at yet"
     expected: int = 0
     queued: float = 0.0  # when this wait began, the loop's time
@@ -95,9 +97,9 @@ class Waiting:
     @property
     def rank(self) -> Rank:
         """First out first. Classes: who holds a reservation (others may wait for that room), then by priority. Within
-        one and the same tenant's: replays (they hold up an answer that somebody reads), then who is due first."""
+        one and the same tenant's: who goes on (it holds up an answer that somebody reads), then who is due first."""
         due = self.arrived + self.wishes.targets.ttft
-        return (self.decode is None, -self.priority), not self.replay, due, self.arrival
+        return (self.decode is None, -self.priority), not (self.replay or self.resumed), due, self.arrival
 
     @property
     def charge(self) -> int:

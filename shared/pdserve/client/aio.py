@@ -21,7 +21,7 @@ from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.client.queries import Answer, Query
 from pdserve.client.retry import DEFAULT_RETRIES, Retry, RetryPolicy
 from pdserve.client.stats import Stats
-from pdserve.client.targets import Rotation, targets_of
+from pdserve.client.targets import Rotation, Turn, targets_of
 from pdserve.client.tokens import Tokenization
 from pdserve.client.traces import RequestSummary, Trace
 from pdserve.rpc.channel import connect
@@ -69,15 +69,16 @@ class Client:
         on_retry: Callable[[Retry], None] | None = None,
         wait_for_ready: bool = False,
     ) -> None:
-        """`target` is the router's host:port; it is connected to by the first call. Of several, one is asked until a
-        call fails there; then it is the next one's turn.
+        """`target` is the router's host:port; it is connected to by the first call. Of several, one is asked until
+        it is lost; then it is the next one's turn. One that is full is passed over for the moment.
 
         `timeout` is the deadline of each answer that names none, in seconds. `on_retry` is told of each retry before
         its wait. A router that cannot be reached fails a try at once, and is tried again as `retry` says;
-        `wait_for_ready` waits for it as long as the deadline allows, without using up retries.
+        `wait_for_ready` waits for it as long as the deadline allows, without using up retries; ValueError with several.
         """
         self._settings = CallSettings(timeout, retry, on_retry, wait_for_ready)
-        self._channels = [connect(one) for one in targets_of(target)]
+        self._settings.check(targets := targets_of(target))
+        self._channels = [connect(one) for one in targets]
         self._stubs = Rotation([inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
         self._closed = asyncio.Event()
 
@@ -161,10 +162,10 @@ class Client:
         clock = asyncio.get_running_loop().time
         timeout = self._settings.timeout if exchange.timeout is None else exchange.timeout
         attempts = Attempts(self._settings, "Generate", timeout, clock(), len(self._channels))
+        turn = Turn(self._stubs)
         while True:
             self._require_open()
-            stub = self._stubs.current
-            call = stub.Generate(
+            call = turn.current.Generate(
                 exchange.request,
                 timeout=attempts.remaining(clock()),
                 metadata=exchange.metadata,
@@ -178,8 +179,11 @@ class Client:
                 exchange.end()
                 return
             except grpc.aio.AioRpcError as error:
+                if exchange.finished:
+                    return  # only the stream's own end is missing
                 delay = attempts.failed(error, clock(), again=exchange.repeatable, progress=exchange.shown)
-                self._stubs.leave(stub)
+                if attempts.move is not None:
+                    turn.move(lost=attempts.move)
             except asyncio.CancelledError:
                 if not _cancelling():
                     self._require_open()
@@ -191,16 +195,18 @@ class Client:
     async def _ask(self, query: Query[Answer], timeout: float) -> Answer:
         clock = asyncio.get_running_loop().time
         attempts = Attempts(self._settings, query.method, timeout, clock(), len(self._channels))
+        turn = Turn(self._stubs)
         while True:
             self._require_open()
-            stub, remaining = self._stubs.current, attempts.remaining(clock())
-            method = getattr(stub, query.method)
+            remaining = attempts.remaining(clock())
+            method = getattr(turn.current, query.method)
             call = method(query.request, timeout=remaining, wait_for_ready=self._settings.wait_for_ready)
             try:
                 return query.read(await call)
             except grpc.aio.AioRpcError as error:
                 delay = attempts.failed(error, clock())
-                self._stubs.leave(stub)
+                if attempts.move is not None:
+                    turn.move(lost=attempts.move)
             except asyncio.CancelledError:
                 if not _cancelling():
                     self._require_open()

@@ -25,7 +25,7 @@ class Exchange:
         self.metadata = tuple((key, value) for key, value in named if value)
         self._info_shown = False
         self._text_alone = False
-        self._finished = False
+        self.finished = False
 
     @property
     def begun(self) -> bool:
@@ -41,7 +41,7 @@ class Exchange:
     def repeatable(self) -> bool:
         """Whether a new try would go unnoticed. It goes on behind the tokens that were shown; text that was shown
         without one, which only an answer's last can be, would be shown twice."""
-        return not (self._text_alone or self._finished)
+        return not (self._text_alone or self.finished)
 
     def take(self, response: inference_pb2.GenerateResponse) -> Event | None:
         """The event to show, None for one that was shown by an earlier try. Raises RpcError for a server that does not
@@ -59,12 +59,12 @@ class Exchange:
             self.request.resume.ids.extend(event.token_ids)
             self._text_alone = not event.tokens
         elif event is not None:
-            self._finished = isinstance(event, Finish)
+            self.finished = isinstance(event, Finish)
         return event
 
     def end(self) -> None:
         """The server ended the stream without an error. Raises RpcError where the answer is not complete."""
-        if not self._finished:
+        if not self.finished:
             raise RpcError(grpc.StatusCode.INTERNAL, "the stream ended without a finish")
 
     def _keep(self, info: inference_pb2.PromptInfo) -> None:

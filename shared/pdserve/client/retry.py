@@ -45,14 +45,13 @@ class Retry:
 
 
 def retry_delay(
-    policy: RetryPolicy, error: PdserveError, retries: int, remaining: float | None, chance: float, others: int = 0
+    policy: RetryPolicy, error: PdserveError, retries: int, remaining: float | None, chance: float
 ) -> float | None:
     """Seconds until the call should be made again; None: give up now.
 
     `retries` is how many were made already, `remaining` the seconds to the deadline (None: there is none), `chance` a
     number from [0, 1). A wait that the deadline does not outlast is not begun: the caller learns of the failure while
-    there is time to do something else. `others` is how many
-    targets were not asked yet: the next one of them is, at once.
+    there is time to do something else.
 
     Unavailable is worth another try: nobody was reached, or who was is leaving, and generating changes nothing on the
     server that a second try could disturb. So is a NoCapacity that carries a time. One that does not may be a message
@@ -60,9 +59,7 @@ def retry_delay(
     """
     if retries >= policy.max_retries:
         return None
-    if isinstance(error, NoCapacity | Unavailable) and others > 0:
-        delay = 0.0
-    elif isinstance(error, NoCapacity | Unavailable) and error.retry_after is not None:
+    if isinstance(error, NoCapacity | Unavailable) and error.retry_after is not None:
         delay = error.retry_after
     elif isinstance(error, Unavailable):
         # Capped before it is a float: 2.0**1024 is none.

@@ -22,7 +22,7 @@ from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.client.queries import Answer, Query
 from pdserve.client.retry import DEFAULT_RETRIES, Retry, RetryPolicy
 from pdserve.client.stats import Stats
-from pdserve.client.targets import Rotation, targets_of
+from pdserve.client.targets import Rotation, Turn, targets_of
 from pdserve.client.tokens import Tokenization
 from pdserve.client.traces import RequestSummary, Trace
 from pdserve.rpc.channel import connect_blocking
@@ -92,7 +92,8 @@ class SyncClient:
     ) -> None:
         """As `Client`. `on_retry` is called by the thread whose call it is."""
         self._settings = CallSettings(timeout, retry, on_retry, wait_for_ready)
-        self._channels = [connect_blocking(one) for one in targets_of(target)]
+        self._settings.check(targets := targets_of(target))
+        self._channels = [connect_blocking(one) for one in targets]
         self._stubs = Rotation([inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
         self._changed = threading.Condition()  # guards what follows, and every _Place
         self._closed = False
@@ -177,10 +178,10 @@ class SyncClient:
         settings, clock = self._settings, time.monotonic
         timeout = settings.timeout if exchange.timeout is None else exchange.timeout
         attempts = Attempts(settings, "Generate", timeout, clock(), len(self._channels))
+        turn = Turn(self._stubs)
         while True:
-            stub = self._stubs.current
             begin = partial(
-                stub.Generate,
+                turn.current.Generate,
                 exchange.request,
                 timeout=attempts.remaining(clock()),
                 metadata=exchange.metadata,
@@ -195,8 +196,11 @@ class SyncClient:
                 exchange.end()
                 return
             except grpc.RpcError as error:
+                if exchange.finished:
+                    return  # only the stream's own end is missing
                 delay = attempts.failed(error, clock(), again=exchange.repeatable, progress=exchange.shown)
-                self._stubs.leave(stub)
+                if attempts.move is not None:
+                    turn.move(lost=attempts.move)
             finally:
                 call.cancel()
             self._wait(place, delay)
@@ -204,16 +208,18 @@ class SyncClient:
     def _ask(self, query: Query[Answer], timeout: float) -> Answer:
         settings, clock, place = self._settings, time.monotonic, _Place()
         attempts = Attempts(settings, query.method, timeout, clock(), len(self._channels))
+        turn = Turn(self._stubs)
         while True:
-            stub, remaining = self._stubs.current, attempts.remaining(clock())
-            method = getattr(stub, query.method)
+            remaining = attempts.remaining(clock())
+            method = getattr(turn.current, query.method)
             begin = partial(method.future, query.request, timeout=remaining, wait_for_ready=settings.wait_for_ready)
             call = self._begin(place, begin)
             try:
                 return query.read(call.result())
             except grpc.RpcError as error:
                 delay = attempts.failed(error, clock())
-                self._stubs.leave(stub)
+                if attempts.move is not None:
+                    turn.move(lost=attempts.move)
             finally:
                 call.cancel()
             self._wait(place, delay)

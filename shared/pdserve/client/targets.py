@@ -1,4 +1,4 @@
-"""Routers that stand for each other: one is asked until a call fails there."""
+"""Routers that stand for each other: one is asked until it is lost."""
 
 from __future__ import annotations
 
@@ -17,18 +17,26 @@ def targets_of(target: str | Sequence[str]) -> list[str]:
 
 
 class Rotation(Generic[T]):
-    """Equals in turn. Threads may share it: that two leave the same one at once moves on by one."""
+    """Equals, one of which new calls begin with. Threads may share it."""
 
     def __init__(self, items: Sequence[T]) -> None:
-        self._items = list(items)
-        self._at = 0
+        self.items = list(items)
+        self.at = 0
+
+
+class Turn(Generic[T]):
+    """One call's way through a Rotation."""
+
+    def __init__(self, rotation: Rotation[T]) -> None:
+        self._rotation, self._at = rotation, rotation.at
 
     @property
     def current(self) -> T:
-        return self._items[self._at]
+        return self._rotation.items[self._at]
 
-    def leave(self, item: T) -> None:
-        """It is the next one's turn, unless it is already."""
-        at = self._items.index(item)
-        if at == self._at:
-            self._at = (at + 1) % len(self._items)
+    def move(self, *, lost: bool) -> None:
+        """Go on to the next one. `lost`: calls to come need not begin with this one."""
+        rotation, left = self._rotation, self._at
+        self._at = (left + 1) % len(rotation.items)
+        if lost and rotation.at == left:  # two that leave the same one at once move on by one
+            rotation.at = self._at

@@ -22,8 +22,9 @@ from pdserve.policy.routing import Decision, Kind
 T = TypeVar("T", bound=Hashable)
 
 # Requests that wait for a prefill worker in one pass; what is behind them waits for the next one. And as many that are
-# asked in vain since they insist on something; from then on those that do are passed over.
+# asked in vain since they insist on something, at most some of one owner; from then on those that do are passed over.
 LOOKS = 16
+LOOKS_EACH = 2
 
 
 class Terms(NamedTuple):
@@ -79,7 +80,7 @@ def plan_pass(
     kept: MutableMapping[T, Deferral] = {} if deferred is None else deferred
     kept.clear()
     claims: dict[str, tuple[int, int]] = {}
-    unmet: dict[Hashable, float] = {}  # by owner, the longest gaps that somebody waits for
+    unmet: dict[Hashable, tuple[int, float]] = {}  # by owner, how many wait for their gaps, and the longest of these
     insisting: list[T] = []
     view = view_of()
     current, counted, takers = view, 0, None
@@ -92,8 +93,10 @@ def plan_pass(
             takers = _takers(current)
         if standing is None or takers is None or not standing.stands(current, takers, now):
             terms = terms_of(item)
-            if terms is not None and (len(insisting) >= looks or terms.gap <= unmet.get(terms.owner, -1.0)):
-                continue
+            if terms is not None:
+                vain, gap = unmet.get(terms.owner, (0, -1.0))
+                if vain >= LOOKS_EACH or terms.gap <= gap or len(insisting) >= looks:
+                    continue
             if counted != len(kept):  # since the view was made, somebody decided to wait
                 view, counted = _with(current, claims), len(kept)
             request = request_of(item)
@@ -104,7 +107,7 @@ def plan_pass(
                     return
                 insisting.append(item)
                 if terms is not None:
-                    unmet[terms.owner] = terms.gap
+                    unmet[terms.owner] = unmet.get(terms.owner, (0, 0.0))[0] + 1, terms.gap
                 continue
             if decision.placed and overtaken is not None:
                 for other in insisting:

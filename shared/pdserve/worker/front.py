@@ -214,7 +214,7 @@ class WorkerFront:
             log.info("engine_answers_again")
             self.board.resume()
         assert self._server is not None
-        await self._server.set_health(not reason)
+        await self._server.set_health(not (reason or self.board.draining))
 
     async def _pump(self, service: RoleService) -> None:
         receive, board = self.engine.receive, self.board

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import grpc
 import pytest
+from grpc_status import rpc_status
 
-from pdserve.client import DEFAULT_RETRIES, NO_RETRIES, Retry, RetryPolicy
+from pdserve.client import DEFAULT_RETRIES, NO_RETRIES, Client, Retry, RetryPolicy, SyncClient
 from pdserve.client.attempts import Attempts, CallSettings
-from pdserve.core.errors import Unavailable
+from pdserve.client.targets import Rotation, Turn
+from pdserve.core.errors import NoCapacity, Unavailable
+from pdserve.rpc.errors import to_status
 
 
 class Refused(grpc.RpcError):
@@ -23,6 +27,22 @@ class Refused(grpc.RpcError):
 
     def trailing_metadata(self) -> tuple[()]:
         return ()
+
+
+class Full(grpc.RpcError):
+    """What grpc raises where the fleet is full; `seconds` until one should come back."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._status: Any = rpc_status.to_status(to_status(NoCapacity("full", seconds)))
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def details(self) -> str:
+        return "full"
+
+    def trailing_metadata(self) -> Any:
+        return self._status.trailing_metadata
 
 
 def test_the_time_left_is_counted_from_the_first_try() -> None:
@@ -64,8 +84,40 @@ def test_retries_are_counted_from_the_latest_progress() -> None:
 
 
 def test_every_target_is_asked_before_there_is_a_wait() -> None:
-    policy = RetryPolicy(4, 60.0, 60.0)
-    attempts = Attempts(CallSettings(None, policy, None, False), "Generate", None, now=0.0, targets=3)
+    """However few retries there are; these are waits."""
+    attempts = Attempts(CallSettings(None, RetryPolicy(1, 60.0, 60.0), None, False), "Generate", None, 0.0, targets=3)
     delays = [attempts.failed(Refused(), now=0.0) for _ in range(3)]
-    assert delays[:2] == [0.0, 0.0] and delays[2] > 0.0
+    assert delays[:2] == [0.0, 0.0] and delays[2] > 0.0 and attempts.move is True
     assert attempts.failed(Refused(), now=0.0, progress=1) == 0.0
+    with pytest.raises(Unavailable):
+        Attempts(CallSettings(None, NO_RETRIES, None, False), "Generate", None, 0.0, 3).failed(Refused(), now=0.0)
+
+
+def test_one_that_is_full_is_passed_over_and_the_last_one_is_waited_for() -> None:
+    """As long as it said itself. What it calls too large it would call that elsewhere."""
+    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", None, 0.0, targets=2)
+    assert (attempts.failed(Full(3.0), now=0.0), attempts.move) == (0.0, False)
+    assert (attempts.failed(Full(5.0), now=0.0), attempts.move) == (5.0, None)
+    too_large = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", None, 0.0, targets=2)
+    with pytest.raises(NoCapacity):
+        too_large.failed(Full(None), now=0.0)
+
+
+def test_a_call_goes_through_all_and_calls_to_come_begin_with_the_next_one() -> None:
+    rotation = Rotation(["a", "b", "c"])
+    one, other = Turn(rotation), Turn(rotation)
+    one.move(lost=True)
+    other.move(lost=True)  # the same one, at the same time
+    assert (one.current, other.current, Turn(rotation).current) == ("b", "b", "b")
+    one.move(lost=False)
+    assert (one.current, Turn(rotation).current) == ("c", "b")
+    one.move(lost=True)
+    assert (one.current, Turn(rotation).current) == ("a", "b"), "nobody begins with c anyway"
+
+
+@pytest.mark.parametrize("kind", [Client, SyncClient])
+def test_several_cannot_be_waited_for(kind: type[Client] | type[SyncClient]) -> None:
+    with pytest.raises(ValueError, match="waits for one router"):
+        kind(["127.0.0.1:1", "127.0.0.1:2"], wait_for_ready=True)
+    with pytest.raises(ValueError, match="at least one"):
+        kind([])
