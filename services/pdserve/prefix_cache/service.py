@@ -25,7 +25,8 @@ from pdserve.telemetry.export import Metrics
 from pdserve.telemetry.logs import setup_logs
 from pdserve.telemetry.tracing import TRACEPARENT, record_span, setup_tracing
 from pdserve.v1 import prefix_cache_pb2, prefix_cache_pb2_grpc, worker_pb2, worker_pb2_grpc
-from pdserve.worker.watch import WatchBoard, WorkerServicer
+from pdserve.worker.service import WorkerServicer
+from pdserve.worker.watch import WatchBoard
 
 log = structlog.get_logger(__name__)
 

@@ -47,7 +47,8 @@ from pdserve.worker.messages import (
 from pdserve.worker.metrics import WorkerMetrics, idle_load
 from pdserve.worker.prefix_client import PrefixClient
 from pdserve.worker.sent_prompts import SentPrompts
-from pdserve.worker.watch import WatchBoard, WorkerServicer, links_to_proto, load_to_proto
+from pdserve.worker.service import WorkerServicer
+from pdserve.worker.watch import WatchBoard, links_to_proto, load_to_proto
 
 log = structlog.get_logger(__name__)
 

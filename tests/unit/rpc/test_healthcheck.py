@@ -16,7 +16,8 @@ from pdserve.rpc.healthcheck import main
 from pdserve.rpc.server import GrpcServer, Service
 from pdserve.rpc.settings import ServiceSettings
 from pdserve.v1 import worker_pb2_grpc
-from pdserve.worker.watch import WatchBoard, WorkerServicer
+from pdserve.worker.service import WorkerServicer
+from pdserve.worker.watch import WatchBoard
 
 NAME = "pdserve.v1.WorkerService"
 

@@ -25,7 +25,8 @@ from pdserve.v1 import (
     prefix_cache_pb2_grpc,
     worker_pb2_grpc,
 )
-from pdserve.worker.watch import WatchBoard, WorkerServicer
+from pdserve.worker.service import WorkerServicer
+from pdserve.worker.watch import WatchBoard
 
 NO_MESSAGE = b"\x0a\xff"
 

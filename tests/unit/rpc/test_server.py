@@ -23,7 +23,8 @@ from pdserve.rpc.settings import ServiceSettings
 from pdserve.telemetry.export import Metrics
 from pdserve.telemetry.metrics import CollectorRegistry, count
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
-from pdserve.worker.watch import WatchBoard, WorkerServicer
+from pdserve.worker.service import WorkerServicer
+from pdserve.worker.watch import WatchBoard
 
 NAME = "pdserve.v1.WorkerService"
 SERVING = health_pb2.HealthCheckResponse.SERVING

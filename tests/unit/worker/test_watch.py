@@ -21,7 +21,8 @@ from pdserve.rpc.versions import our_versions
 from pdserve.transfer.messages import LinkReport, TransferReport
 from pdserve.v1 import worker_pb2, worker_pb2_grpc
 from pdserve.worker import watch
-from pdserve.worker.watch import WatchBoard, WorkerServicer, links_to_proto
+from pdserve.worker.service import WorkerServicer
+from pdserve.worker.watch import WatchBoard, links_to_proto
 
 LINK = LinkReport(
     peer="a",
