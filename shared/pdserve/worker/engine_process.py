@@ -77,7 +77,7 @@ class EngineLoop:
         self._built = build_engine(_options(settings), self._on_layer, lambda *at: channel.send(Progress(*at)))
         self._engine = self._built.engine
         self._links = EngineLinks(settings, self._built, links, self._notify, self._wake)
-        self._handoff = Handoff(self._engine, self._links.hub, self._tell_ticket)
+        self._handoff = Handoff(self._engine, self._links.hub, self._tell_ticket, self._built.config.vocab_size)
         self._number = 0
         self._prompts_taken = 0
         self._told: Load | None = None

@@ -61,8 +61,8 @@ class Links(PullLinks, Protocol):
 class Handoff:
     """Tickets of one engine, on both sides of the wire."""
 
-    def __init__(self, engine: Engine, links: Links, send: Callable[[TicketMessage], None]) -> None:
-        self._engine, self._links, self._send = engine, links, send
+    def __init__(self, engine: Engine, links: Links, send: Callable[[TicketMessage], None], vocab_size: int) -> None:
+        self._engine, self._links, self._send, self._vocab_size = engine, links, send, vocab_size
         # The decode side's tickets, until their pages are free.
         self._tickets: dict[str, Ticket] = {}
         self._rearming: dict[str, Rearm] = {}  # waits for the older attempt's Revoked
@@ -223,6 +223,9 @@ class Handoff:
                 self._engine.finish(ticket, EndReason.TRANSFER_FAILED, reason)
 
     def _ready(self, record: Ticket, attempt: int, first_token: int, kv_bytes: int) -> None:
+        if first_token >= self._vocab_size:  # an embedding has no row for it
+            self.close(record.id, EndReason.TRANSFER_FAILED, f"the peer's first token {first_token} is none")
+            return
         if not record.complete(attempt, first_token):
             return
         self._send(TicketReady(record.id, attempt, kv_bytes))

@@ -93,7 +93,7 @@ class Side(End):
         self.told: list[m.TicketMessage] = []
         self.engine = self.built.engine
         self.engine._on_layer = self.hub.advance
-        self.handoff = Handoff(self.engine, self.hub, self.told.append)
+        self.handoff = Handoff(self.engine, self.hub, self.told.append, self.built.config.vocab_size)
         self.data.fill_(POISON)
         self._poison_what_is_freed()
         self._turned, self._rounds = threading.Condition(), 0

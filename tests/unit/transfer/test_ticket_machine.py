@@ -134,7 +134,7 @@ class TicketMachine(RuleBasedStateMachine):
         self.receives = Receives(self.common, cast(Any, self.links))
         config = SchedulerConfig(64, 8, 8, lookahead_tokens=1, watermark_blocks=0)
         self.engine = Engine(cast(Any, Computer(self.kv)), LAYOUT, config)
-        self.handoff = Handoff(self.engine, cast(Any, self.receives), self.told.append)
+        self.handoff = Handoff(self.engine, cast(Any, self.receives), self.told.append, 1 << 16)
         self.mover = PageMover(self.kv, LAYOUT)
         self.tickets: dict[str, Model] = {}
         self.stale: list[m.Announce | m.Commit] = []

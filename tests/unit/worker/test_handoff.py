@@ -57,7 +57,7 @@ class Side:
         self.told: list[object] = []
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[EndReason]] = {}
-        self.handoff = Handoff(self.built.engine, self, self.told.append)
+        self.handoff = Handoff(self.built.engine, self, self.told.append, self.built.config.vocab_size)
         self.built.engine._on_layer = self.advance
 
     def turn(self) -> None:
@@ -188,3 +188,16 @@ def test_any_order_of_events(model: Path, actions: list[tuple[str, int]]) -> Non
             tokens = link.prefill.tokens[ticket] + link.decode.tokens.get(ticket, [])
             assert tokens == expected(model, length)
             assert link.decode.ends[ticket] == [EndReason.LENGTH]
+
+
+def test_a_first_token_outside_the_vocabulary_ends_the_try(model: Path) -> None:
+    """It is a peer's word; the engine would crash on it, and everybody's answer with it."""
+    link = Link(model)
+    link.decode.handoff.reserve(Reserve("t", 1, spec(20), "p"))
+    link.decode.turn()
+    link.grants.clear()
+    link.decode.events.append(m.KvReady("t", 1, link.decode.built.config.vocab_size, 1))
+    for _ in range(3):
+        link.decode.turn()
+    assert link.decode.ends == {"t": [EndReason.TRANSFER_FAILED]} and link.decode.tokens == {}
+    assert len(link.decode.built.engine.scheduler) == 0
