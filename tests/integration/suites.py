@@ -13,6 +13,8 @@ from pdserve.launch import ModelPart
 from pdserve.testing import Cluster
 
 CHUNK = 64
+LONG_ENOUGH = 12_000  # tokens of an answer that others act during: seconds, however fast the machine is
+LONG_MODEL = {"max_position_embeddings": 16_384}  # what make_tiny_model has to be told for it
 BLOCK = 16
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "block_size": BLOCK, "max_num_batched_tokens": CHUNK,

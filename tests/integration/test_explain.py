@@ -17,7 +17,7 @@ from pdserve.core.errors import UnknownRequest
 from pdserve.launch import ModelPart
 from pdserve.rpc.errors import RpcError
 from tests.integration.scraping import scrape
-from tests.integration.suites import BLOCK, CHUNK, prompt, serve
+from tests.integration.suites import BLOCK, CHUNK, LONG_ENOUGH, LONG_MODEL, prompt, serve
 from tests.tiny_models import make_tiny_model
 
 
@@ -106,11 +106,11 @@ async def test_a_placement_is_explained_with_what_else_there_was_and_what_came_o
 
 
 async def test_a_wait_is_one_decision_however_long_it_lasts(tmp_path: Path) -> None:
-    part = ModelPart(make_tiny_model(tmp_path / "model", "llama"), "tiny", prefill=1, decode=1)
+    part = ModelPart(make_tiny_model(tmp_path / "model", "llama", **LONG_MODEL), "tiny", prefill=1, decode=1)
     seats = {"decode-0": {"max-num-seqs": 1}}
     async with serve(tmp_path / "logs", part, per_worker=seats) as cluster:
         client = cluster.client
-        async with client.generate(prompt(20), max_tokens=400, ignore_eos=True) as events:
+        async with client.generate(prompt(20), max_tokens=LONG_ENOUGH, ignore_eos=True) as events:
             for _ in range(3):
                 await anext(events)
             second = asyncio.create_task(

@@ -18,7 +18,7 @@ from pdserve.core.trace import TraceSpan, arrange
 from pdserve.launch import ModelPart
 from pdserve.rpc.errors import RpcError
 from pdserve.testing import Cluster
-from tests.integration.suites import CHUNK, prompt, serve
+from tests.integration.suites import CHUNK, LONG_ENOUGH, LONG_MODEL, prompt, serve
 from tests.tiny_models import make_tiny_model
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -28,7 +28,7 @@ STAGES = ("queue", "reserve", "prefill", "transfer", "decode_wait", "first_step"
 
 
 def suite(folder: Path, decode: int = 1, **options: Any) -> Cluster:
-    part = ModelPart(make_tiny_model(folder / "model", "llama"), "tiny", prefill=1, decode=decode)
+    part = ModelPart(make_tiny_model(folder / "model", "llama", **LONG_MODEL), "tiny", prefill=1, decode=decode)
     return serve(folder / "logs", part, prefix_caches=1, **options)
 
 
@@ -196,7 +196,7 @@ async def test_a_prompt_is_seen_where_it_is_decoded_too(tmp_path: Path) -> None:
 async def test_a_running_request_has_an_open_span(tmp_path: Path) -> None:
     async with suite(tmp_path) as cluster:
         client = cluster.client
-        async with client.generate(prompt(20), max_tokens=500, ignore_eos=True, request_id="runs") as events:
+        async with client.generate(prompt(20), max_tokens=LONG_ENOUGH, ignore_eos=True, request_id="runs") as events:
             await anext(events)
             await anext(events)
             trace = await client.trace("runs")
@@ -212,7 +212,7 @@ async def test_a_running_request_has_an_open_span(tmp_path: Path) -> None:
 async def test_a_worker_that_died_is_named_as_missing_and_the_replay_is_seen(tmp_path: Path) -> None:
     async with suite(tmp_path, decode=2) as cluster:
         async with cluster.client.generate(
-            prompt(40), max_tokens=400, ignore_eos=True, request_id="replayed"
+            prompt(40), max_tokens=2000, ignore_eos=True, request_id="replayed"
         ) as events:
             shown, finish = 0, None
             async for event in events:
