@@ -30,7 +30,7 @@ from pdserve.router.assignment import Assignment, assign
 from pdserve.router.conversations import Conversations
 from pdserve.router.fleet import Fleet
 from pdserve.router.models import ServedModel
-from pdserve.router.waiting import ModelQueue, Refusals, Waiting, Wishes, fresh_class
+from pdserve.router.waiting import Account, ModelQueue, Refusals, Waiting, Wishes, fresh_class
 from pdserve.router.worker import Worker
 
 log = structlog.get_logger(__name__)
@@ -73,9 +73,11 @@ class Dispatcher:
         """Tokens of an answer, as they were lately; 0: not known yet."""
         return round(self._queues[model.name].pace.answer)
 
-    def answered(self, model: ServedModel, wishes: Wishes, priority: int, tokens: int, *, whole: bool) -> None:
-        """A request got so many tokens in all, and that was the `whole` answer."""
-        queue, account = self._queues[model.name], wishes.account
+    def answered(
+        self, model: ServedModel, wishes: Wishes, priority: int, tokens: int, account: Account, *, whole: bool
+    ) -> None:
+        """A request, of that `account`, got so many tokens in all, and that was the `whole` answer."""
+        queue = self._queues[model.name]
         if whole:
             queue.pace.answered(tokens)
         cost, account.answer = OUTPUT_WEIGHT * tokens - account.answer, 0

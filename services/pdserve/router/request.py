@@ -26,7 +26,7 @@ from pdserve.router.measure import Measure
 from pdserve.router.tasks import meanwhile
 from pdserve.router.ticket import Ticket
 from pdserve.router.validate import ResolvedRequest
-from pdserve.router.waiting import Refusals, Waiting, Wishes
+from pdserve.router.waiting import Account, Refusals, Waiting, Wishes
 from pdserve.router.worker import Worker
 from pdserve.rpc.convert import sampling_to_proto
 from pdserve.rpc.errors import RpcError
@@ -77,7 +77,7 @@ class RequestRun:
         self._max_worker_deaths = max_worker_deaths
         self._traceparent = traceparent
         self._wishes = wishes
-        self._refusals = Refusals()
+        self._refusals, self._account = Refusals(), Account()
         self._arrived, self._arrival = self._now(), dispatcher.next_arrival()
         self._tries = 0
         self._lost: list[str] = []  # workers that died under it, one by one
@@ -99,6 +99,7 @@ class RequestRun:
                 self._wishes,
                 self._resolved.spec.priority,
                 self.new_tokens,
+                self._account,
                 whole=self.answer.ending is not None and not self._resolved.resumed,
             )
         finish = self._finish()
@@ -145,6 +146,7 @@ class RequestRun:
             hashes=await self._fleet.hash_prompt(resolved.model, tokens, resolved.spec.cache_salt),
             refusals=self._refusals,
             wishes=self._wishes,
+            account=self._account,
             log=self.measure.decisions,
             decode=decode,
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pdserve.core.layout import KVLayout
 from pdserve.core.slo import SloTargets
-from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue, PromptWork, Rank
+from pdserve.policy.fairness import FairQueue, PromptWork, Rank, answer_cost
 from pdserve.policy.fleet import DEFAULT_TARGETS, Target
 from pdserve.policy.queueing import Deferral, Terms
 from pdserve.router.assignment import Assignment
@@ -53,15 +53,13 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Who asks, and what for beside an answer. `session` names its conversation. `stated` are
-    those of the targets that the request named, or whoever runs the router: for their sake it waits, or is refused.
-    `account` is kept by the dispatcher."""
+    """Who asks, and what for beside an answer. `session` names its conversation. `stated` are those of the targets that
+    the request named, or whoever runs the router: for their sake it waits, or is refused."""
 
     tenant: str = ""
     session: str = ""
     targets: SloTargets = DEFAULT_TARGETS
     stated: frozenset[Target] = frozenset()
-    account: Account = field(default_factory=Account, compare=False)
 
 
 def fresh_class(priority: int) -> Rank:
@@ -86,6 +84,7 @@ class Waiting:
     hashes: Mapping[KVLayout, list[bytes]]
     refusals: Refusals
     wishes: Wishes = field(default_factory=Wishes)
+    account: Account = field(default_factory=Account)
     log: DecisionLog = field(default_factory=DecisionLog)
     decode: str | None = None
     resumed: bool = False
@@ -109,7 +108,7 @@ class Waiting:
     @property
     def answer_charge(self) -> int:
         """The answer's part of that, settled when there is one."""
-        return OUTPUT_WEIGHT * min(self.expected, self.remaining) if self._first else 0
+        return answer_cost(self.expected, self.remaining) if self._first else 0
 
     @property
     def _first(self) -> bool:
@@ -148,7 +147,7 @@ class ModelQueue:
         self.overtaken.pop(item, None)
         if served:
             self.waiting.serve(item)
-            item.wishes.account.answer += item.answer_charge
+            item.account.answer += item.answer_charge
             self.pace.placed(time.monotonic(), others_wait=bool(self.waiting))
         else:
             self.waiting.remove(item)

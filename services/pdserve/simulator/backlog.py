@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue, Rank
+from pdserve.policy.fairness import OUTPUT_WEIGHT, FairQueue, Rank, answer_cost
 from pdserve.policy.fleet import FleetView, PlacementRequest
 from pdserve.policy.forecast import Ahead
 from pdserve.policy.queueing import Deferral, least_work
@@ -21,7 +21,7 @@ class Backlog:
         """It waits. A first try will be charged to its tenant, with the answer that is expected."""
         first = not request.tries
         if first:
-            request.charged = OUTPUT_WEIGHT * min(wanted.expected, request.remaining)
+            request.charged = answer_cost(wanted.expected, request.remaining)
         cost = request.tokens + request.charged if first else 0
         self.queue.add(request, request.arrival.tenant, _rank(request), cost, least_work(wanted, view))
 

@@ -21,7 +21,7 @@ from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.client.queries import Answer, Query
 from pdserve.client.retry import DEFAULT_RETRIES, Retry, RetryPolicy
 from pdserve.client.stats import Stats
-from pdserve.client.targets import Rotation, Turn, targets_of
+from pdserve.client.targets import Rotation, targets_of
 from pdserve.client.tokens import Tokenization
 from pdserve.client.traces import RequestSummary, Trace
 from pdserve.rpc.channel import connect
@@ -161,11 +161,10 @@ class Client:
     async def _events(self, exchange: Exchange) -> AsyncGenerator[Event]:
         clock = asyncio.get_running_loop().time
         timeout = self._settings.timeout if exchange.timeout is None else exchange.timeout
-        attempts = Attempts(self._settings, "Generate", timeout, clock(), len(self._channels))
-        turn = Turn(self._stubs)
+        attempts = Attempts(self._settings, "Generate", timeout, clock(), self._stubs)
         while True:
             self._require_open()
-            call = turn.current.Generate(
+            call = attempts.target.Generate(
                 exchange.request,
                 timeout=attempts.remaining(clock()),
                 metadata=exchange.metadata,
@@ -182,8 +181,6 @@ class Client:
                 if exchange.finished:
                     return  # only the stream's own end is missing
                 delay = attempts.failed(error, clock(), again=exchange.repeatable, progress=exchange.shown)
-                if attempts.move is not None:
-                    turn.move(lost=attempts.move)
             except asyncio.CancelledError:
                 if not _cancelling():
                     self._require_open()
@@ -194,19 +191,16 @@ class Client:
 
     async def _ask(self, query: Query[Answer], timeout: float) -> Answer:
         clock = asyncio.get_running_loop().time
-        attempts = Attempts(self._settings, query.method, timeout, clock(), len(self._channels))
-        turn = Turn(self._stubs)
+        attempts = Attempts(self._settings, query.method, timeout, clock(), self._stubs)
         while True:
             self._require_open()
             remaining = attempts.remaining(clock())
-            method = getattr(turn.current, query.method)
+            method = getattr(attempts.target, query.method)
             call = method(query.request, timeout=remaining, wait_for_ready=self._settings.wait_for_ready)
             try:
                 return query.read(await call)
             except grpc.aio.AioRpcError as error:
                 delay = attempts.failed(error, clock())
-                if attempts.move is not None:
-                    turn.move(lost=attempts.move)
             except asyncio.CancelledError:
                 if not _cancelling():
                     self._require_open()

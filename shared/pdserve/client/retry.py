@@ -44,6 +44,16 @@ class Retry:
     error: PdserveError
 
 
+def worth_another_try(error: PdserveError) -> bool:
+    """Whether another try, here or elsewhere, may end otherwise.
+
+    Unavailable is: nobody was reached, or who was is leaving, and generating changes nothing on the server that a
+    second try could disturb. So is a NoCapacity that carries a time. One that does not may be a message over a size
+    limit, and comes out the same each time; so does everything else.
+    """
+    return isinstance(error, Unavailable) or (isinstance(error, NoCapacity) and error.retry_after is not None)
+
+
 def retry_delay(
     policy: RetryPolicy, error: PdserveError, retries: int, remaining: float | None, chance: float
 ) -> float | None:
@@ -53,17 +63,13 @@ def retry_delay(
     number from [0, 1). A wait that the deadline does not outlast is not begun: the caller learns of the failure while
     there is time to do something else.
 
-    Unavailable is worth another try: nobody was reached, or who was is leaving, and generating changes nothing on the
-    server that a second try could disturb. So is a NoCapacity that carries a time. One that does not may be a message
-    over a size limit, and comes out the same each time; so does everything else. A time that either carries is kept.
+    Only for what is `worth_another_try`; a time that the error carries is kept.
     """
-    if retries >= policy.max_retries:
+    if retries >= policy.max_retries or not worth_another_try(error):
         return None
     if isinstance(error, NoCapacity | Unavailable) and error.retry_after is not None:
         delay = error.retry_after
-    elif isinstance(error, Unavailable):
+    else:
         # Capped before it is a float: 2.0**1024 is none.
         delay = chance * min(policy.max_backoff, policy.initial_backoff * 2.0 ** min(retries, 64))
-    else:
-        return None
     return delay if remaining is None or delay < remaining else None

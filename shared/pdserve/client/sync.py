@@ -22,7 +22,7 @@ from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.client.queries import Answer, Query
 from pdserve.client.retry import DEFAULT_RETRIES, Retry, RetryPolicy
 from pdserve.client.stats import Stats
-from pdserve.client.targets import Rotation, Turn, targets_of
+from pdserve.client.targets import Rotation, targets_of
 from pdserve.client.tokens import Tokenization
 from pdserve.client.traces import RequestSummary, Trace
 from pdserve.rpc.channel import connect_blocking
@@ -177,11 +177,10 @@ class SyncClient:
     def _events(self, exchange: Exchange, place: _Place) -> Generator[Event]:
         settings, clock = self._settings, time.monotonic
         timeout = settings.timeout if exchange.timeout is None else exchange.timeout
-        attempts = Attempts(settings, "Generate", timeout, clock(), len(self._channels))
-        turn = Turn(self._stubs)
+        attempts = Attempts(settings, "Generate", timeout, clock(), self._stubs)
         while True:
             begin = partial(
-                turn.current.Generate,
+                attempts.target.Generate,
                 exchange.request,
                 timeout=attempts.remaining(clock()),
                 metadata=exchange.metadata,
@@ -199,27 +198,22 @@ class SyncClient:
                 if exchange.finished:
                     return  # only the stream's own end is missing
                 delay = attempts.failed(error, clock(), again=exchange.repeatable, progress=exchange.shown)
-                if attempts.move is not None:
-                    turn.move(lost=attempts.move)
             finally:
                 call.cancel()
             self._wait(place, delay)
 
     def _ask(self, query: Query[Answer], timeout: float) -> Answer:
         settings, clock, place = self._settings, time.monotonic, _Place()
-        attempts = Attempts(settings, query.method, timeout, clock(), len(self._channels))
-        turn = Turn(self._stubs)
+        attempts = Attempts(settings, query.method, timeout, clock(), self._stubs)
         while True:
             remaining = attempts.remaining(clock())
-            method = getattr(turn.current, query.method)
+            method = getattr(attempts.target, query.method)
             begin = partial(method.future, query.request, timeout=remaining, wait_for_ready=settings.wait_for_ready)
             call = self._begin(place, begin)
             try:
                 return query.read(call.result())
             except grpc.RpcError as error:
                 delay = attempts.failed(error, clock())
-                if attempts.move is not None:
-                    turn.move(lost=attempts.move)
             finally:
                 call.cancel()
             self._wait(place, delay)

@@ -34,6 +34,11 @@ class Turn(Generic[T]):
     def current(self) -> T:
         return self._rotation.items[self._at]
 
+    @property
+    def others(self) -> int:
+        """How many there are beside the current one."""
+        return len(self._rotation.items) - 1
+
     def move(self, *, lost: bool) -> None:
         """Go on to the next one. `lost`: calls to come need not begin with this one."""
         rotation, left = self._rotation, self._at

@@ -32,6 +32,11 @@ REMEMBERED = 4096  # tenants that have nothing waiting, over all classes; one th
 OUTPUT_WEIGHT = 2  # what an answer's token costs, in prompt tokens: the paper's, and about what providers ask for it
 
 
+def answer_cost(expected: int, remaining: int) -> int:
+    """What to charge for an answer that is to come: so many tokens are expected of it, and it may have so many."""
+    return OUTPUT_WEIGHT * min(expected, remaining)
+
+
 class PromptWork(NamedTuple):
     """What somebody has to compute: tokens, and their squares as in `policy.estimate`."""
 

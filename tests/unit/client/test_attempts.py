@@ -15,6 +15,8 @@ from pdserve.client.targets import Rotation, Turn
 from pdserve.core.errors import NoCapacity, Unavailable
 from pdserve.rpc.errors import to_status
 
+ONE = Rotation(["the router"])
+
 
 class Refused(grpc.RpcError):
     """What grpc raises for a server that is not there."""
@@ -46,19 +48,19 @@ class Full(grpc.RpcError):
 
 
 def test_the_time_left_is_counted_from_the_first_try() -> None:
-    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", 10.0, now=100.0)
+    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", 10.0, 100.0, ONE)
     assert [attempts.remaining(now) for now in (100.0, 104.0, 110.0, 111.0)] == [10.0, 6.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("timeout", [None, math.inf])
 def test_without_a_deadline_nothing_is_left_out_of(timeout: float | None) -> None:
-    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", timeout, now=100.0)
+    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", timeout, 100.0, ONE)
     assert attempts.remaining(1e9) is None
 
 
 def test_a_retry_is_told_before_its_wait_and_the_last_failure_is_raised() -> None:
     told: list[Retry] = []
-    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, told.append, False), "Generate", None, now=0.0)
+    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, told.append, False), "Generate", None, 0.0, ONE)
     delays = [attempts.failed(Refused(), now=1.0), attempts.failed(Refused(), now=2.0)]
     assert [(retry.number, retry.delay) for retry in told] == [(1, delays[0]), (2, delays[1])]
     assert all(isinstance(retry.error, Unavailable) for retry in told)
@@ -68,15 +70,15 @@ def test_a_retry_is_told_before_its_wait_and_the_last_failure_is_raised() -> Non
 
 
 def test_what_must_not_be_repeated_is_raised_at_once() -> None:
-    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", None, now=0.0)
+    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", None, 0.0, ONE)
     with pytest.raises(Unavailable):
         attempts.failed(Refused(), now=0.0, again=False)
     with pytest.raises(Unavailable):
-        Attempts(CallSettings(None, NO_RETRIES, None, False), "Generate", None, now=0.0).failed(Refused(), now=0.0)
+        Attempts(CallSettings(None, NO_RETRIES, None, False), "Generate", None, 0.0, ONE).failed(Refused(), now=0.0)
 
 
 def test_retries_are_counted_from_the_latest_progress() -> None:
-    attempts = Attempts(CallSettings(None, RetryPolicy(1), None, False), "Generate", None, now=0.0)
+    attempts = Attempts(CallSettings(None, RetryPolicy(1), None, False), "Generate", None, 0.0, ONE)
     for progress in (0, 1, 5):
         attempts.failed(Refused(), now=0.0, progress=progress)
     with pytest.raises(Unavailable):
@@ -85,20 +87,24 @@ def test_retries_are_counted_from_the_latest_progress() -> None:
 
 def test_every_target_is_asked_before_there_is_a_wait() -> None:
     """However few retries there are; these are waits."""
-    attempts = Attempts(CallSettings(None, RetryPolicy(1, 60.0, 60.0), None, False), "Generate", None, 0.0, targets=3)
+    attempts = Attempts(
+        CallSettings(None, RetryPolicy(1, 60.0, 60.0), None, False), "Generate", None, 0.0, Rotation("abc")
+    )
     delays = [attempts.failed(Refused(), now=0.0) for _ in range(3)]
-    assert delays[:2] == [0.0, 0.0] and delays[2] > 0.0 and attempts.move is True
+    assert delays[:2] == [0.0, 0.0] and delays[2] > 0.0 and attempts.target == "a"
     assert attempts.failed(Refused(), now=0.0, progress=1) == 0.0
     with pytest.raises(Unavailable):
-        Attempts(CallSettings(None, NO_RETRIES, None, False), "Generate", None, 0.0, 3).failed(Refused(), now=0.0)
+        Attempts(CallSettings(None, NO_RETRIES, None, False), "Generate", None, 0.0, Rotation("abc")).failed(
+            Refused(), now=0.0
+        )
 
 
 def test_one_that_is_full_is_passed_over_and_the_last_one_is_waited_for() -> None:
     """As long as it said itself. What it calls too large it would call that elsewhere."""
-    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", None, 0.0, targets=2)
-    assert (attempts.failed(Full(3.0), now=0.0), attempts.move) == (0.0, False)
-    assert (attempts.failed(Full(5.0), now=0.0), attempts.move) == (5.0, None)
-    too_large = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", None, 0.0, targets=2)
+    attempts = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", None, 0.0, Rotation("ab"))
+    assert (attempts.failed(Full(3.0), now=0.0), attempts.target) == (0.0, "b")
+    assert (attempts.failed(Full(5.0), now=0.0), attempts.target) == (5.0, "b")
+    too_large = Attempts(CallSettings(None, DEFAULT_RETRIES, None, False), "Generate", None, 0.0, Rotation("ab"))
     with pytest.raises(NoCapacity):
         too_large.failed(Full(None), now=0.0)
 

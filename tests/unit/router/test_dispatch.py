@@ -18,7 +18,7 @@ from pdserve.router.config import RouterSettings
 from pdserve.router.dispatch import DOWN_RETRY, Dispatcher
 from pdserve.router.fleet import Fleet
 from pdserve.router.models import Models, ServedModel
-from pdserve.router.waiting import Refusals, Waiting, Wishes
+from pdserve.router.waiting import Account, Refusals, Waiting, Wishes
 from pdserve.router.worker import Worker
 from pdserve.rpc.convert import layout_to_proto
 from pdserve.v1 import worker_pb2
@@ -122,12 +122,12 @@ async def test_an_answer_is_charged_when_it_begins_and_settled_when_it_ends(empt
     fleet = Books()
     fleet.add("d0", seats=1)
     asker = Asker(dispatcher := Dispatcher(fleet, 10))
-    dispatcher.answered(MODEL, Wishes(), 0, 1000, whole=True)
+    dispatcher.answered(MODEL, Wishes(), 0, 1000, Account(), whole=True)
     assert dispatcher.expected(MODEL) == 1000
 
     def over(item: Waiting) -> None:
         if empty:
-            dispatcher.answered(MODEL, item.wishes, 0, 0, whole=False)
+            dispatcher.answered(MODEL, item.wishes, 0, 0, item.account, whole=False)
 
     async with asyncio.TaskGroup() as tasks:
         for tenant, tokens in (("a", 10), ("a", 10), ("a", 10), ("b", 600), ("b", 600)):
