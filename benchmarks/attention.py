@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve.core.layout import KVLayout
-from pdserve.engine.attention import SequenceChunk, select_backend
+from pdserve.engine.attention import HeadShape, SequenceChunk, select_backend
 from pdserve.engine.kv_cache import KVCache
 
 HEADS, KV_HEADS, SIZE, BLOCK, LAYERS = 9, 3, 64, 16, 6
@@ -90,8 +90,8 @@ def candidates(kv: KVCache, batch: int, context: int) -> dict[str, Callable[[int
             total, out, best = total * kept + weights.sum(-1, keepdim=True), out * kept + weights @ v, largest
         return (out / total).to(q.dtype)
 
-    def backend(table: torch.Tensor) -> Callable[[int], torch.Tensor]:
-        attention, _ = select_backend("torch", "cpu", kv.dtype, BLOCK)
+    def backend(name: str, table: torch.Tensor) -> Callable[[int], torch.Tensor]:
+        attention, _ = select_backend(name, "cpu", kv.dtype, BLOCK, HeadShape(HEADS, KV_HEADS, SIZE))
         meta = attention.build([SequenceChunk(1, context, row) for row in table.tolist()], kv)
         unused = q[:, :KV_HEADS]
         return lambda layer: attention.forward(layer, q, unused, unused, kv, meta, None)
@@ -101,8 +101,9 @@ def candidates(kv: KVCache, batch: int, context: int) -> dict[str, Callable[[int
         "views": views,
         "softmax": softmax,
         "blocks": blocks,
-        "scattered": backend(shuffled),
-        "in_place": backend(ordered),
+        "scattered": backend("torch", shuffled),
+        "in_place": backend("torch", ordered),
+        "native": backend("native", shuffled),
     }
 
 

@@ -51,7 +51,7 @@ class ServeSettings(Settings):
     max_num_seqs: PositiveInt | None = Field(None, description="sequences that one worker runs at once")
     max_num_batched_tokens: PositiveInt | None = Field(None, description="tokens in one engine step")
     lookahead_tokens: PositiveInt | None = Field(None, description="answer tokens that a reservation has room for")
-    attention_backend: Literal["auto", "torch", "flash"] | None = Field(None, description="attention kernels")
+    attention_backend: Literal["auto", "torch", "native", "flash"] | None = Field(None, description="attention kernels")
     kv_transport: Literal["auto", "nccl", "gloo", "cuda-ipc"] | None = Field(
         None, description="how KV moves between workers"
     )

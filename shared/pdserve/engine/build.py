@@ -10,11 +10,12 @@ import torch
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.layout import DTYPE_BYTES, TRANSFER_DTYPES, KVLayout
-from pdserve.engine.attention import select_backend
+from pdserve.engine.attention import HeadShape, select_backend
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.engine import Engine, LayerListener
 from pdserve.engine.fingerprint import model_fingerprint
 from pdserve.engine.kv_cache import KVCache
+from pdserve.engine.linear import cpu_multiplies, packs
 from pdserve.engine.model import CausalLM
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import SchedulerConfig
@@ -68,13 +69,17 @@ def build_engine(
     device = choose_device(options.device)
     dtype, why = choose_dtype(options.dtype, config.dtype, device)
     max_model_len = _max_model_len(options.max_model_len, config.max_position_embeddings)
-    backend, reason = select_backend(options.attention_backend, device, dtype, options.block_size)
+    shape = HeadShape(config.num_heads, config.num_kv_heads, config.head_size)
+    backend, reason = select_backend(options.attention_backend, device, dtype, options.block_size, shape)
     model = CausalLM(config, backend, dtype, device, max_model_len)
     travels = "" if options.transfer_dtype == "auto" else options.transfer_dtype
     if travels not in TRANSFER_DTYPES:
         raise ConfigError(f"kv_transfer_dtype {travels!r} is unknown; use auto, int8 or fp8")
     layout = replace(model.layout(options.block_size, model_fingerprint(options.model)), transfer_dtype=travels)
     load_weights(model, options.model, progress and (lambda done, total: progress("weights", done / total)))
+    packed, order = packs(dtype, device)
+    if packed:
+        model.pack()
     num_blocks, memory_note = _num_blocks(options, layout, device, max_model_len)
     kv = KVCache(layout, num_blocks, device)
     runner = Runner(model, kv, backend, device)
@@ -89,6 +94,7 @@ def build_engine(
     notes = {
         "dtype": f"{str(dtype).removeprefix('torch.')}, {why}",
         "attention": f"{backend.name}, {reason}",
+        "matrices": order,
         "kv_memory": memory_note,
         "kv_layout": layout.describe(),
     }
@@ -123,21 +129,11 @@ def choose_dtype(name: str, stored: str, device: torch.device) -> tuple[torch.dt
     reason = "asked for"
     if name == "auto":
         name, reason = stored, "auto: as the weights are stored"
-        if device.type == "cpu" and stored in ("bfloat16", "float16") and not cpu_multiplies(stored):
+        if device.type == "cpu" and stored in ("bfloat16", "float16") and not cpu_multiplies(getattr(torch, stored)):
             name, reason = "float32", f"auto: this CPU has no fast {stored}"
     if name not in DTYPE_BYTES:
         raise ConfigError(f"dtype {name!r} is unknown; use auto or one of {', '.join(DTYPE_BYTES)}")
     return getattr(torch, name), reason
-
-
-def cpu_multiplies(dtype: str) -> bool:
-    """Whether matrix products in "bfloat16" or "float16" run on this CPU's vector units, as oneDNN sees it."""
-    supported = {
-        "bfloat16": torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        "float16": torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(available and supported[dtype]())
 
 
 def _max_model_len(asked: int, trained: int) -> int:

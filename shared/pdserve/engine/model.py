@@ -12,6 +12,7 @@ from pdserve.core.layout import KVLayout
 from pdserve.engine.attention import AttentionBackend, AttentionMetadata
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.kv_cache import KVCache
+from pdserve.engine.linear import linear, pack
 from pdserve.engine.rope import apply_rope, rope_table
 
 
@@ -82,6 +83,16 @@ class CausalLM:
             down_bias=self._empty(c.hidden_size) if c.mlp_bias else None,
         )
 
+    def pack(self) -> None:
+        """Put the matrices in the order that this CPU multiplies in, for good: see `engine.linear.packs`.
+
+        An output matrix that is also the embedding is there twice from then on.
+        """
+        self.lm_head = pack(self.lm_head)
+        for layer in self.layers:
+            layer.qkv, layer.o = pack(layer.qkv), pack(layer.o)
+            layer.gate_up, layer.down = pack(layer.gate_up), pack(layer.down)
+
     def layout(self, block_size: int, fingerprint: bytes) -> KVLayout:
         """What this model's KV pages look like."""
         c, dtype = self.config, str(self.dtype).removeprefix("torch.")
@@ -110,9 +121,9 @@ class CausalLM:
             if on_layer is not None:
                 on_layer(index)
             heads = self.backend.forward(index, q, k, v, kv, attn, self.config.windows[index])
-            hidden = hidden + _linear(heads, layer.o, layer.o_bias)
-            gate, up = _linear(_norm(hidden, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden = hidden + _linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            hidden = hidden + linear(heads, layer.o, layer.o_bias)
+            gate, up = linear(_norm(hidden, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            hidden = hidden + linear(F.silu(gate, inplace=True) * up, layer.down, layer.down_bias)
         return _norm(hidden, self.norm, eps)
 
     def _project(
@@ -120,7 +131,7 @@ class CausalLM:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, heads, size], k and v [T, KV heads, size] of x [T, hidden], q and k normalised and rotated."""
         c = self.config
-        qkv = _linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, c.head_size)
+        qkv = linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, c.head_size)
         qk, v = qkv.split_with_sizes((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split_with_sizes((c.num_heads, c.num_kv_heads), dim=1)
@@ -131,16 +142,7 @@ class CausalLM:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [R, vocabulary] of hidden states [R, hidden]."""
-        return _linear(hidden, self.lm_head).float()
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, in] times weight [out, in], plus bias: [T, out]."""
-    if x.shape[0] == 1 and not x.is_cuda:
-        # Measured on a Xeon with AMX: for one row a plain matrix-vector product takes 0.6 of a bfloat16 linear's time.
-        row = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
-        return row.unsqueeze(0)
-    return F.linear(x, weight, bias)
+        return linear(hidden, self.lm_head).float()
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -50,7 +50,7 @@ class WorkerSettings(ServiceSettings):
         0, ge=0, description=f"most tokens in a step; 0: {CPU_BATCHED_TOKENS}, on a GPU {GPU_BATCHED_TOKENS}"
     )
     lookahead_tokens: int = Field(64, ge=0, description="answer tokens that a reservation has room for")
-    attention_backend: Literal["auto", "torch", "flash"] = Field(
+    attention_backend: Literal["auto", "torch", "native", "flash"] = Field(
         "auto", description="attention kernels; auto: the best that is here"
     )
     kv_transport: Literal["auto", "nccl", "gloo", "cuda-ipc"] = Field(
@@ -111,6 +111,8 @@ class WorkerSettings(ServiceSettings):
             yield f"threads {self.threads} would fight over cores {self.cores}"
         if self.device == "cpu" and self.kv_transport in ("nccl", "cuda-ipc"):
             yield f"kv-transport {self.kv_transport} moves KV between GPUs, and device is cpu"
+        if self.attention_backend == "native" and self.device.startswith("cuda"):
+            yield f"attention-backend native is for CPUs, and device is {self.device}"
         if self.attention_backend == "flash":
             yield from self._flash_contradictions()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.engine.attention import SequenceChunk, select_backend
+from pdserve.engine.attention import HeadShape, SequenceChunk, select_backend
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.model import CausalLM
@@ -19,7 +19,8 @@ class Harness:
 
     def __init__(self, folder: Path, block_size: int = 16, num_tokens: int = 1024, scattered: bool = True) -> None:
         self.config = ModelConfig.load(folder)
-        self.backend, _ = select_backend("torch", "cpu", torch.float32, block_size)
+        shape = HeadShape(self.config.num_heads, self.config.num_kv_heads, self.config.head_size)
+        self.backend, _ = select_backend("torch", "cpu", torch.float32, block_size, shape)
         self.model = CausalLM(self.config, self.backend, torch.float32, "cpu")
         load_weights(self.model, folder)
         self.kv = KVCache(self.model.layout(block_size, bytes(16)), num_tokens // block_size, "cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
+import shutil
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -14,12 +15,14 @@ import torch
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.layout import KVLayout
-from pdserve.engine.attention import SequenceChunk, select_backend
+from pdserve.engine.attention import HeadShape, SequenceChunk, select_backend
 from pdserve.engine.attention.base import slots_of
 from pdserve.engine.attention.plan import make_plan
 from pdserve.engine.kv_cache import KVCache
 
 HEADS, KV_HEADS, SIZE = 6, 2, 16
+SHAPE = HeadShape(HEADS, KV_HEADS, SIZE)
+needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler on this machine")
 DECODES = [(1, length) for length in (1, 2, 16, 17, 40, 33, 64, 5)]
 MIXED = [(7, 7), (1, 30), (5, 25), (40, 40), (1, 1), (1, 700), (32, 600), (1, 31)]
 
@@ -63,13 +66,49 @@ def check(backend, lengths, block_size, window, scattered, tokens=4096):
     torch.testing.assert_close(got, torch.cat(expected), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_cc)])
 @pytest.mark.parametrize("scattered", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 12, 100])
 @pytest.mark.parametrize("block_size", [1, 3, 16, 512])
 @pytest.mark.parametrize("lengths", [DECODES, MIXED, [(1, 600)], [(9, 9)]], ids=["decodes", "mixed", "one", "prompt"])
-def test_torch_equals_the_formula(lengths, block_size, window, scattered):
-    backend, _ = select_backend("torch", "cpu", torch.float32, block_size)
+def test_backends_equal_the_formula(name, lengths, block_size, window, scattered):
+    backend, _ = select_backend(name, "cpu", torch.float32, block_size, SHAPE)
     check(backend, lengths, block_size, window, scattered, tokens=9 * 1024)
+
+
+@needs_cc
+@pytest.mark.parametrize("shape", [(4, 4, 16), (9, 3, 64), (32, 4, 128), (8, 1, 256)], ids=str)
+def test_native_computes_in_float32_whatever_it_reads(shape):
+    """In bfloat16 it is the float32 result of the same numbers, rounded: half a unit in the last place of 8 bits."""
+    heads, kv_heads, size = shape
+    generator = torch.Generator().manual_seed(3)
+    chunks = [
+        SequenceChunk(1, length, [7 * row + block for block in range(7)]) for row, length in enumerate((1, 16, 97))
+    ]
+    data = torch.randn(2, 2, 21 * 16, kv_heads, size, generator=generator).bfloat16()
+    # Rows of a larger tensor, as the model's queries are.
+    q = (2 * torch.randn(3, heads + 2, size, generator=generator)).bfloat16()[:, :heads]
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        kv = KVCache(KVLayout(16, 2, kv_heads, size, str(dtype).removeprefix("torch."), bytes(16)), 21, "cpu")
+        kv.data.copy_(data)
+        backend, _ = select_backend("native", "cpu", dtype, 16, HeadShape(*shape))
+        unused = torch.empty(3, kv_heads, size, dtype=dtype)
+        results.append(backend.forward(1, q.to(dtype), unused, unused, kv, backend.build(chunks, kv), None))
+    wide, narrow = results
+    assert torch.equal(narrow, wide.bfloat16())
+
+
+@needs_cc
+def test_native_says_what_does_not_fit():
+    with pytest.raises(ConfigError, match="multiple of 16 elements up to 256, not 24"):
+        select_backend("native", "cpu", torch.float32, 16, HeadShape(4, 2, 24))
+    with pytest.raises(ConfigError, match="float32 and bfloat16, not float16"):
+        select_backend("native", "cpu", torch.float16, 16, SHAPE)
+    with pytest.raises(ConfigError, match="the device is cuda"):
+        select_backend("native", "cuda", torch.float32, 16, SHAPE)
+    backend, reason = select_backend("auto", "cpu", torch.float16, 16, SHAPE)
+    assert backend.name == "torch" and reason.startswith("auto: no native since native attention takes float32")
 
 
 def test_many_short_decodes_are_one_call():
@@ -95,17 +134,18 @@ def test_slots_follow_the_block_table():
 
 def test_the_reason_for_a_backend_is_told(monkeypatch):
     monkeypatch.setattr("pdserve.engine.attention.select.find_spec", lambda name: None)
-    backend, reason = select_backend("auto", "cpu", torch.bfloat16, 256)
-    assert (backend.name, reason) == ("torch", "auto: no flash-attn since the device is cpu")
-    assert "float32" in select_backend("auto", "cuda", torch.float32, 256)[1]
-    assert "multiple of 256, not 16" in select_backend("auto", "cuda", torch.bfloat16, 16)[1]
-    assert "not installed" in select_backend("auto", "cuda", torch.bfloat16, 256)[1]
+    monkeypatch.setenv("CC", "no-such-compiler")
+    backend, reason = select_backend("auto", "cpu", torch.bfloat16, 256, SHAPE)
+    assert (backend.name, reason) == ("torch", "auto: no native since there is no C compiler (no-such-compiler) here")
+    assert "float32" in select_backend("auto", "cuda", torch.float32, 256, SHAPE)[1]
+    assert "multiple of 256, not 16" in select_backend("auto", "cuda", torch.bfloat16, 16, SHAPE)[1]
+    assert "not installed" in select_backend("auto", "cuda", torch.bfloat16, 256, SHAPE)[1]
     with pytest.raises(ConfigError, match="'flash' cannot be used: the device is cpu"):
-        select_backend("flash", "cpu", torch.bfloat16, 256)
+        select_backend("flash", "cpu", torch.bfloat16, 256, SHAPE)
     with pytest.raises(ConfigError, match="'magic' is unknown"):
-        select_backend("magic", "cpu", torch.float32, 16)
+        select_backend("magic", "cpu", torch.float32, 16, SHAPE)
     with pytest.raises(ConfigError, match="1 to 512 tokens, not 1024"):
-        select_backend("torch", "cpu", torch.float32, 1024)
+        select_backend("torch", "cpu", torch.float32, 1024, SHAPE)
 
 
 def _paged(cache, table, length):
@@ -152,16 +192,17 @@ def test_flash_is_called_as_its_documentation_says(flash, lengths, window):
 
 
 def test_flash_is_chosen_where_it_works(flash):
-    backend, reason = select_backend("auto", "cuda", torch.bfloat16, 512)
+    backend, reason = select_backend("auto", "cuda", torch.bfloat16, 512, SHAPE)
     assert (backend.name, reason) == ("flash", "auto: flash-attn serves this device")
-    assert select_backend("flash", "cuda", torch.float16, 256)[1] == "asked for by name"
+    assert select_backend("flash", "cuda", torch.float16, 256, SHAPE)[1] == "asked for by name"
     with pytest.raises(ConfigError, match="256 tokens, not 128"):
         flash.check_block_size(128)
 
 
-def test_what_an_earlier_owner_left_behind_does_not_matter():
+@pytest.mark.parametrize("name", ["torch", pytest.param("native", marks=needs_cc)])
+def test_what_an_earlier_owner_left_behind_does_not_matter(name):
     """NaN behind the end of a sequence, in its own last block, is masked and must not come through the mask."""
-    backend, _ = select_backend("torch", "cpu", torch.float32, 16)
+    backend, _ = select_backend(name, "cpu", torch.float32, 16, SHAPE)
     kv = cache(16)
     kv.data.normal_()
     lengths, tables = (5, 20, 33), ([3], [7, 1], [4, 9, 12])
@@ -173,3 +214,17 @@ def test_what_an_earlier_owner_left_behind_does_not_matter():
     for length, table in zip(lengths, tables, strict=True):
         kv.data[:, :, table[-1] * 16 + length % 16 : (table[-1] + 1) * 16] = float("nan")
     assert torch.equal(backend.forward(0, q, k, v, kv, backend.build(chunks, kv), None), clean)
+
+
+@needs_cc
+def test_native_lets_what_is_no_number_show():
+    """NaN or infinity in a sequence's own keys comes out as NaN, as the formula has it, and stays in that sequence."""
+    backend, _ = select_backend("native", "cpu", torch.float32, 16, SHAPE)
+    kv = cache(16)
+    kv.data.normal_()
+    q, unused = torch.randn(3, HEADS, SIZE), torch.randn(3, KV_HEADS, SIZE)
+    chunks = [SequenceChunk(1, 20, [3, 5]), SequenceChunk(1, 40, [7, 1, 2]), SequenceChunk(1, 5, [9])]
+    clean = backend.forward(0, q, unused, unused, kv, backend.build(chunks, kv), None)
+    kv.data[0, 0, 1 * 16 + 3, :, 0] = float("nan")
+    got = backend.forward(0, q, unused, unused, kv, backend.build(chunks, kv), None)
+    assert got[1].isnan().all() and torch.equal(got[::2], clean[::2])

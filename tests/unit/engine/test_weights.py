@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.core.errors import ModelError
-from pdserve.engine.attention import select_backend
+from pdserve.engine.attention import HeadShape, select_backend
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.fingerprint import model_fingerprint
 from pdserve.engine.model import CausalLM
@@ -38,8 +38,10 @@ def sharded(made, tmp_path):
 
 
 def load(folder, dtype=torch.float32, progress=None):
-    backend, _ = select_backend("torch", "cpu", dtype, 16)
-    model = CausalLM(ModelConfig.load(folder), backend, dtype, "cpu")
+    config = ModelConfig.load(folder)
+    shape = HeadShape(config.num_heads, config.num_kv_heads, config.head_size)
+    backend, _ = select_backend("torch", "cpu", dtype, 16, shape)
+    model = CausalLM(config, backend, dtype, "cpu")
     load_weights(model, folder, progress)
     return model
 

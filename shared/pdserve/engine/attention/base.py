@@ -21,6 +21,14 @@ class SequenceChunk(NamedTuple):
     block_table: Sequence[int]
 
 
+class HeadShape(NamedTuple):
+    """Query heads and KV heads of a layer, and the elements of each."""
+
+    heads: int
+    kv_heads: int
+    size: int
+
+
 class AttentionMetadata(Protocol):
     """What all layers of one step share. `slots`: int64 [T], where each token's KV goes. Belongs to its backend."""
 

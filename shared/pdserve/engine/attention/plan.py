@@ -80,11 +80,10 @@ def make_plan(chunks: Sequence[SequenceChunk], kv: KVCache, window: int | None) 
     few = sum(chunk.query_len == 1 for chunk in chunks) <= VIEW_BATCH
     row = 0
     for chunk in chunks:
-        seen = 0 if window is None else max(0, chunk.context_len - chunk.query_len - window + 1)
         if chunk.query_len > 1:
-            plan.prefills.append(_prefill(row, chunk, kv, seen, window))
+            plan.prefills.append(plan_prefill(row, chunk, kv, window))
         else:
-            blocks, first, last = _touched(chunk, kv.block_size, seen)
+            blocks, first, last = touched(chunk, kv.block_size, window)
             if (few or last - first >= VIEW_TOKENS) and _side_by_side(blocks):
                 plan.singles.append((row, Source(blocks[0] * kv.block_size + first, last - first)))
             else:
@@ -96,33 +95,39 @@ def make_plan(chunks: Sequence[SequenceChunk], kv: KVCache, window: int | None) 
     return plan
 
 
-def _touched(chunk: SequenceChunk, block_size: int, seen: int) -> tuple[Sequence[int], int, int]:
-    """The blocks that hold tokens `seen` to the end, and where in them those tokens begin and end."""
+def touched(chunk: SequenceChunk, block_size: int, window: int | None) -> tuple[Sequence[int], int, int]:
+    """The blocks that hold what any of the chunk's tokens sees, and where in them that begins and ends."""
+    seen = _first_seen(chunk, window)
     skipped = seen // block_size
     blocks = chunk.block_table[skipped : -(-chunk.context_len // block_size)]
     return blocks, seen - skipped * block_size, chunk.context_len - skipped * block_size
+
+
+def _first_seen(chunk: SequenceChunk, window: int | None) -> int:
+    return 0 if window is None else max(0, chunk.context_len - chunk.query_len - window + 1)
 
 
 def _side_by_side(blocks: Sequence[int]) -> bool:
     return blocks[-1] - blocks[0] == len(blocks) - 1 and list(blocks) == list(range(blocks[0], blocks[-1] + 1))
 
 
-def _prefill(row: int, chunk: SequenceChunk, kv: KVCache, seen: int, window: int | None) -> Prefill:
+def plan_prefill(row: int, chunk: SequenceChunk, kv: KVCache, window: int | None) -> Prefill:
+    """How a chunk of more than one token, whose first is the batch's `row`, is computed."""
     query_len, context_len, _ = chunk
     end = row + query_len
     if query_len == context_len and (window is None or query_len <= window):
         return Prefill(row, end, None, None, causal=True)
-    source = None if query_len == context_len else _source(chunk, kv, seen)
+    source = None if query_len == context_len else _source(chunk, kv, window)
     queries = torch.arange(context_len - query_len, context_len, device=kv.device)[:, None]
-    keys = torch.arange(seen if source else 0, context_len, device=kv.device)
+    keys = torch.arange(_first_seen(chunk, window) if source else 0, context_len, device=kv.device)
     allowed = keys <= queries
     if window is not None:
         allowed &= keys > queries - window
     return Prefill(row, end, source, _additive(allowed, kv.dtype), causal=False)
 
 
-def _source(chunk: SequenceChunk, kv: KVCache, seen: int) -> Source:
-    blocks, first, last = _touched(chunk, kv.block_size, seen)
+def _source(chunk: SequenceChunk, kv: KVCache, window: int | None) -> Source:
+    blocks, first, last = touched(chunk, kv.block_size, window)
     start = blocks[0] * kv.block_size + first
     if _side_by_side(blocks):
         return Source(start, last - first)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from pdserve.core.errors import ConfigError
 from pdserve.engine.attention.base import AttentionMetadata, SequenceChunk, slots_of
-from pdserve.engine.attention.plan import Bucket, Plan, Source, make_plan
+from pdserve.engine.attention.plan import Bucket, Plan, Prefill, Source, make_plan
 from pdserve.engine.kv_cache import KVCache
 
 
@@ -65,15 +65,22 @@ class Backend:
             return _decode_bucket(q, pages, plan.whole)
         out = torch.empty_like(q)
         for prefill in plan.prefills:
-            rows = slice(prefill.start, prefill.end)
-            context = (k[rows], v[rows]) if prefill.source is None else _fetch(pages, prefill.source)
-            out[rows] = _attend(q[rows], *context, prefill.mask, prefill.causal)
+            out[prefill.start : prefill.end] = attend_prefill(q, k, v, pages, prefill)
         for row, source in plan.singles:
             out[row] = _decode_one(q[row], *_fetch(pages, source))
         for bucket in plan.buckets:
             heads = _decode_bucket(q.index_select(0, bucket.rows), pages, bucket)
             out.index_copy_(0, bucket.rows, heads.view(-1, *q.shape[1:]))
         return out.flatten(1)
+
+
+def attend_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, prefill: Prefill
+) -> torch.Tensor:
+    """One chunk's rows of the batch's q, k and v over its context in a layer's pages: [rows, heads, size]."""
+    rows = slice(prefill.start, prefill.end)
+    context = (k[rows], v[rows]) if prefill.source is None else _fetch(pages, prefill.source)
+    return _attend(q[rows], *context, prefill.mask, prefill.causal)
 
 
 def _fetch(pages: torch.Tensor, source: Source) -> tuple[torch.Tensor, torch.Tensor]:
