@@ -10,7 +10,7 @@ BASELINE := sdk/baseline.binpb
 # Compose v2 where it is here, else docker-compose 1.29.
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help venv up down demo check test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router chaos soak clean
+.PHONY: help venv up down demo check test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-engine bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router chaos soak clean
 
 help:  ## What there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -79,6 +79,9 @@ sdk-toolchains: $(STAMP)  ## Install what `make sdk` and the examples need; as r
 
 bench-steps: $(STAMP)  ## Does serving disturb the engine's steps?
 	$(BIN)/python benchmarks/steps.py
+
+bench-engine: $(STAMP)  ## How near are decode steps and prefills to what a core can do? QUICK=1.
+	$(BIN)/python benchmarks/engine.py
 
 bench-attention: $(STAMP)  ## Ways to attend over pages on a CPU.
 	$(BIN)/python benchmarks/attention.py

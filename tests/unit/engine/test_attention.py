@@ -100,6 +100,40 @@ def test_native_computes_in_float32_whatever_it_reads(shape):
 
 
 @needs_cc
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("shape", [(4, 4, 16), (6, 2, 48), (9, 3, 64), (14, 2, 128), (64, 2, 32)], ids=str)
+def test_native_prefills_in_bfloat16(shape, window, monkeypatch):
+    """Scores and sums in float32, weights rounded to bfloat16: as near to the formula as the torch backend is."""
+    monkeypatch.setattr("pdserve.engine.attention.native_backend.prefills_natively", lambda dtype: True)
+    heads, kv_heads, size = shape
+    generator = torch.Generator().manual_seed(4)
+    lengths = [(300, 300), (2, 90), (65, 200), (1, 50)]
+    chunks, blocks = [], list(range(60))
+    random.Random(5).shuffle(blocks)
+    for query_len, context_len in lengths:
+        chunks.append(SequenceChunk(query_len, context_len, [blocks.pop() for _ in range(-(-context_len // 16))]))
+    kv = KVCache(KVLayout(16, 1, kv_heads, size, "bfloat16", bytes(16)), 60, "cpu")
+    kv.data.copy_(torch.randn(kv.data.shape, generator=generator))
+    q = torch.randn(sum(query_len for query_len, _ in lengths), heads, size, generator=generator).bfloat16()
+    firsts = [
+        slots_of([SequenceChunk(c.context_len, c.context_len, c.block_table)], 16)[-c.query_len :] for c in chunks
+    ]
+    k, v = kv.data[0][:, torch.cat(firsts)].unbind(0)
+    results = []
+    for name in ("native", "torch"):
+        backend, _ = select_backend(name, "cpu", torch.bfloat16, 16, HeadShape(*shape))
+        results.append(backend.forward(0, q, k, v, kv, backend.build(chunks, kv), window).float())
+    torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
+
+
+@needs_cc
+def test_native_leaves_prefills_to_torch_where_that_is_faster(monkeypatch):
+    monkeypatch.setattr("pdserve.engine.attention.native_backend.prefills_natively", lambda dtype: False)
+    backend, _ = select_backend("native", "cpu", torch.float32, 16, SHAPE)
+    check(backend, MIXED, 16, None, scattered=True)
+
+
+@needs_cc
 def test_native_says_what_does_not_fit():
     with pytest.raises(ConfigError, match="multiple of 16 elements up to 256, not 24"):
         select_backend("native", "cpu", torch.float32, 16, HeadShape(4, 2, 24))

@@ -26,8 +26,8 @@ class NativeError(PdserveError):
 def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL:
     """The library of a C file, compiled with `defines` unless an equal one is kept. Raises NativeError.
 
-    It is kept by what it depends on: source, definitions, flags, the compiler's file, the processor's features. In a
-    folder that somebody else may write to none is kept or loaded.
+    It is kept by what it depends on: source and the headers beside it, definitions, flags, the compiler's file, the
+    processor's features. In a folder that somebody else may write to none is kept or loaded.
     """
     name = os.environ.get("CC") or "cc"
     compiler = shutil.which(name)
@@ -37,7 +37,7 @@ def load(source: Path, defines: Mapping[str, int]) -> ctypes.CDLL:
     flags = [*FLAGS, *(["-fopenmp"] if openmp else []), *(f"-D{name}={value}" for name, value in defines.items())]
     stat = os.stat(compiler)
     parts = [
-        source.read_text(encoding="utf-8"),
+        *(path.read_text(encoding="utf-8") for path in (source, *sorted(source.parent.glob("*.h")))),
         *flags,
         compiler,
         str(stat.st_size),

@@ -1,112 +1,22 @@
 /* Decode attention over a paged KV cache, read in place: one token of each sequence, all its pages, no copy.
 
-   Compiled for one model on the machine that runs it (see build.py), with
-     HEAD      elements of a head, a multiple of 16
-     KV_HEADS  KV heads
-     GROUP     query heads that share a KV head
-     BLOCK     tokens of a page
-     BFLOAT16  1: queries, pages and output are bfloat16; 0: float32. Arithmetic is float32 in both.
-
    Softmax is computed online, CHUNK tokens at a time (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867), so that
-   neither memory nor accuracy depends on the context's length. A row's result depends on nothing but its own sequence.
-   Vectors are GCC's and Clang's: whatever the machine has is used, and 16 lanes are split where it has fewer. */
+   neither memory nor accuracy depends on the context's length. A row's result depends on nothing but its own sequence. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "vectors.h"
 
-enum { LANES = 16, PARTS = HEAD / LANES, CHUNK = 128, AHEAD = 24, ROW = KV_HEADS * HEAD };
+enum { CHUNK = 128, AHEAD = 24 };
 
-typedef float floats __attribute__((vector_size(LANES * 4)));
-typedef int32_t ints __attribute__((vector_size(LANES * 4)));
-typedef uint32_t words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
-
-#if BFLOAT16
-typedef uint16_t element;
-
-static inline floats load(const element *at) {
-  halves raw;
-  memcpy(&raw, at, sizeof raw);
-  return (floats)(__builtin_convertvector(raw, words) << 16);
-}
-
-/* To the nearest, ties to even; what is not a number stays one. */
-static inline void store(element *at, floats value) {
-  words bits = (words)value;
-  words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  words quiet = (bits >> 16) | 0x40;
-  words nan = (words)(value != value);
-  halves raw = __builtin_convertvector((rounded & ~nan) | (quiet & nan), halves);
-  memcpy(at, &raw, sizeof raw);
-}
-#else
-typedef float element;
-
-static inline floats load(const element *at) {
-  floats value;
-  memcpy(&value, at, sizeof value);
-  return value;
-}
-
-static inline void store(element *at, floats value) { memcpy(at, &value, sizeof value); }
-#endif
-
-/* e^x for x at most 0, to 2 units in the last place; below -87 it is 0. Cody and Waite's reduction, Taylor's series. */
-static inline floats exponential(floats x) {
-  floats n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* adding 1.5 * 2^23 rounds to a whole number */
-  floats f = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  floats p = f * (1.0f / 720) + 1.0f / 120;
-  p = p * f + 1.0f / 24;
-  p = p * f + 1.0f / 6;
-  p = p * f + 0.5f;
-  p = p * f + 1.0f;
-  p = p * f + 1.0f;
-  ints power = (__builtin_convertvector(n, ints) + 127) << 23;
-  ints kept = x >= -87.0f; /* NaN is not, and must come out as NaN */
-  ints nan = x != x;
-  return (floats)(((ints)(p * (floats)power) & kept) | ((ints)x & nan));
-}
-
-/* Loops over a head's parts and a group's heads are written out, so that what they sum up in stays in registers. */
-#define UNROLL _Pragma("GCC unroll 16")
-
-#define PAIR(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
-
-/* The sum of each of 16 vectors, in their order: a tree of pairwise sums, three operations for each pair. */
+/* The sum of each of 16 vectors, in their order. */
 static inline floats sums(const floats *v) {
   floats two[8], four[4], eight[2];
   UNROLL
-  for (int i = 0; i < 8; i++)
-    two[i] = PAIR(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-             PAIR(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  for (int i = 0; i < 8; i++) two[i] = LOW1(v[2 * i], v[2 * i + 1]) + HIGH1(v[2 * i], v[2 * i + 1]);
   UNROLL
-  for (int i = 0; i < 4; i++)
-    four[i] = PAIR(two[2 * i], two[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-              PAIR(two[2 * i], two[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  for (int i = 0; i < 4; i++) four[i] = LOW2(two[2 * i], two[2 * i + 1]) + HIGH2(two[2 * i], two[2 * i + 1]);
   UNROLL
-  for (int i = 0; i < 2; i++)
-    eight[i] = PAIR(four[2 * i], four[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               PAIR(four[2 * i], four[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  return PAIR(eight[0], eight[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-         PAIR(eight[0], eight[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-
-static inline float largest(floats v) {
-  float found = v[0];
-  for (int i = 1; i < LANES; i++) found = v[i] > found || v[i] != v[i] ? v[i] : found;
-  return found;
-}
-
-static inline float total(floats v) {
-  float sum = 0;
-  UNROLL
-  for (int i = 0; i < LANES; i++) sum += v[i];
-  return sum;
-}
-
-static inline const element *row_of(const element *pages, const int64_t *table, int64_t token) {
-  return pages + (table[token / BLOCK] * BLOCK + token % BLOCK) * ROW;
+  for (int i = 0; i < 2; i++) eight[i] = LOW4(four[2 * i], four[2 * i + 1]) + HIGH4(four[2 * i], four[2 * i + 1]);
+  return LOW8(eight[0], eight[1]) + HIGH8(eight[0], eight[1]);
 }
 
 /* One head's rows lie ROW apart, too far for a core to foresee: asked for ahead of time. */
@@ -157,9 +67,9 @@ static void attend(const element *queries, const element *keys, const element *v
     int tiles = (count + LANES - 1) / LANES;
     UNROLL
     for (int g = 0; g < GROUP; g++) {
-      floats top = weight[g][0];
-      for (int tile = 1; tile < tiles; tile++)
-        top = (floats)(((ints)weight[g][tile] & (weight[g][tile] > top)) | ((ints)top & ~(weight[g][tile] > top)));
+      floats top = (floats){0} - INFINITY;
+      for (int tile = 0; tile < tiles; tile++)
+        top = larger(weight[g][tile], top);
       float next = largest(top);
       next = next > peak[g] || next != next ? next : peak[g];
       float kept = peak[g] == next ? 1.0f : expf(peak[g] - next);
