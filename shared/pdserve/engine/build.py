@@ -17,6 +17,8 @@ from pdserve.engine.fingerprint import model_fingerprint
 from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.linear import cpu_multiplies, packs
 from pdserve.engine.model import CausalLM
+from pdserve.engine.native.build import NativeError
+from pdserve.engine.pointwise import NativePointwise, Pointwise, TorchPointwise
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import SchedulerConfig
 from pdserve.engine.weights import load_weights
@@ -71,7 +73,8 @@ def build_engine(
     max_model_len = _max_model_len(options.max_model_len, config.max_position_embeddings)
     shape = HeadShape(config.num_heads, config.num_kv_heads, config.head_size)
     backend, reason = select_backend(options.attention_backend, device, dtype, options.block_size, shape)
-    model = CausalLM(config, backend, dtype, device, max_model_len)
+    pointwise, pointwise_note = choose_pointwise(backend.name, config, shape, dtype)
+    model = CausalLM(config, backend, dtype, device, max_model_len, pointwise)
     travels = "" if options.transfer_dtype == "auto" else options.transfer_dtype
     if travels not in TRANSFER_DTYPES:
         raise ConfigError(f"kv_transfer_dtype {travels!r} is unknown; use auto, int8 or fp8")
@@ -95,6 +98,7 @@ def build_engine(
         "dtype": f"{str(dtype).removeprefix('torch.')}, {why}",
         "attention": f"{backend.name}, {reason}",
         "matrices": order,
+        "pointwise": pointwise_note,
         "kv_memory": memory_note,
         "kv_layout": layout.describe(),
     }
@@ -134,6 +138,19 @@ def choose_dtype(name: str, stored: str, device: torch.device) -> tuple[torch.dt
     if name not in DTYPE_BYTES:
         raise ConfigError(f"dtype {name!r} is unknown; use auto or one of {', '.join(DTYPE_BYTES)}")
     return getattr(torch, name), reason
+
+
+def choose_pointwise(
+    attention: str, config: ModelConfig, shape: HeadShape, dtype: torch.dtype
+) -> tuple[Pointwise, str]:
+    """Kernels where attention has them too and the model's widths fit, and why."""
+    if attention != "native":
+        return TorchPointwise(), f"torch, as attention is {attention}"
+    try:
+        widths = (config.hidden_size, config.intermediate_size)
+        return NativePointwise(shape, widths, dtype), "native, as attention is"
+    except (ConfigError, NativeError) as error:
+        return TorchPointwise(), f"torch: {error}"
 
 
 def _max_model_len(asked: int, trained: int) -> int:

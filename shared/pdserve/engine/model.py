@@ -13,7 +13,8 @@ from pdserve.engine.attention import AttentionBackend, AttentionMetadata
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.linear import linear, pack
-from pdserve.engine.rope import apply_rope, rope_table
+from pdserve.engine.pointwise import Pointwise, Rotation, TorchPointwise
+from pdserve.engine.rope import rope_table
 
 
 @dataclass(slots=True)
@@ -48,10 +49,13 @@ class CausalLM:
         dtype: torch.dtype,
         device: torch.device | str,
         max_model_len: int | None = None,
+        pointwise: Pointwise | None = None,
     ) -> None:
-        """`max_model_len` (default: the model's own) is how many positions the rope table covers."""
+        """`max_model_len` (default: the model's own) is how many positions the rope table covers; `pointwise` (default:
+        torch's) computes what stands between the matrix products."""
         self.config = config
         self.backend = backend
+        self.pointwise: Pointwise = pointwise or TorchPointwise()
         self.dtype = dtype
         self.device = torch.device(device)
         self.max_model_len = max_model_len or config.max_position_embeddings
@@ -112,22 +116,24 @@ class CausalLM:
         Each layer stores the batch's K and V at attn.slots, then calls `on_layer` with its index (from then on they
         may be read: on a CPU at once, on a GPU in stream order), then attends and runs its MLP.
         """
-        eps = self.config.rms_norm_eps
-        cos, sin = self._rope[positions].to(self.dtype).unsqueeze(2).unbind(1)
+        eps, ops = self.config.rms_norm_eps, self.pointwise
+        rotation = ops.rotation(positions, self._rope)
         hidden = F.embedding(token_ids, self.embedding)
+        x = ops.add_norm(hidden, None, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
-            q, k, v = self._project(layer, _norm(hidden, layer.input_norm, eps), cos, sin)
+            q, k, v = self._project(layer, x, rotation)
             kv.append(index, attn.slots, k, v)
             if on_layer is not None:
                 on_layer(index)
             heads = self.backend.forward(index, q, k, v, kv, attn, self.config.windows[index])
-            hidden = hidden + linear(heads, layer.o, layer.o_bias)
-            gate, up = linear(_norm(hidden, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden = hidden + linear(F.silu(gate, inplace=True) * up, layer.down, layer.down_bias)
-        return _norm(hidden, self.norm, eps)
+            x = ops.add_norm(hidden, linear(heads, layer.o, layer.o_bias), layer.post_norm, eps)
+            gated = ops.gate(linear(x, layer.gate_up, layer.gate_up_bias))
+            following = self.layers[index + 1].input_norm if index + 1 < len(self.layers) else self.norm
+            x = ops.add_norm(hidden, linear(gated, layer.down, layer.down_bias), following, eps)
+        return x
 
     def _project(
-        self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: Layer, x: torch.Tensor, rotation: Rotation
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, heads, size], k and v [T, KV heads, size] of x [T, hidden], q and k normalised and rotated."""
         c = self.config
@@ -136,7 +142,7 @@ class CausalLM:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split_with_sizes((c.num_heads, c.num_kv_heads), dim=1)
             qk = torch.cat((_norm(q, layer.q_norm, c.rms_norm_eps), _norm(k, layer.k_norm, c.rms_norm_eps)), dim=1)
-        q, k = apply_rope(qk, cos, sin).split_with_sizes((c.num_heads, c.num_kv_heads), dim=1)
+        q, k = self.pointwise.rotate(qk, rotation).split_with_sizes((c.num_heads, c.num_kv_heads), dim=1)
         return q, k, v
 
     @torch.inference_mode()
