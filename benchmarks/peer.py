@@ -1,0 +1,301 @@
+"""pdserve beside vLLM's CPU build on the same cores, under one harness, in one run.
+
+    make bench-peer                 hours; QUICK=1: about half an hour
+
+The field's rule is that disaggregation counts only against a co-located server that is well tuned. So there are
+
+- A: vLLM, one process on all cores, chunked prefill and prefix cache on; its chunk is swept on the mixed load, and the
+  best one is kept for everything else;
+- C: pdserve, one prefill and one decode worker, a core each;
+- D: pdserve, one worker that does both, on all cores.
+
+Each is started once. While one is measured the others stand still (SIGSTOP), so that nothing but it runs. The client is
+`pdserve bench` for all of them: over gRPC for ours, over HTTP for vLLM, which costs ours nothing and vLLM its own API.
+Targets are stated below, before anything is measured, and hold for all. Goodput of a load is the requests a second
+within both targets at the highest rate that keeps 90% of them there; A, C and D take turns load by load.
+
+Interference: 8 streams (128 in, 200 out) with 2,048-token documents back to back from one more client, over the same
+streams without: `interference_p99_ratio` of their ITL p99 (C), and of A for comparison.
+
+The last line is one JSON object; `runs` in it are all results, lost ones included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+MODEL = "smollm2-135m-instruct"
+TTFT_MS, ITL_MS = 5000.0, 200.0
+CHUNKS = (256, 512, 2048)
+LOADS = {
+    "chat": ["--mix", "100% 128/64"],
+    "mixed": ["--mix", "80% 128/64 + 20% 2048/16"],
+    "documents": ["--mix", "100% 2048/16"],
+    "multiturn": ["--mix", "100% 128/64", "--turns", "4", "--system-tokens", "256", "--think", "2"],
+}
+READY_SECONDS = 900.0
+START = 0.25  # requests a second that a search begins at
+STREAMS = ["--mix", "100% 128/200", "--streams", "8"]
+DOCUMENTS = ["--mix", "100% 2048/16", "--streams", "1"]
+
+Json = dict[str, Any]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants, parents first."""
+    found = [pid]
+    for one in found:
+        for children in Path(f"/proc/{one}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found.extend(map(int, children.read_text().split()))
+    return found
+
+
+@dataclass
+class Server:
+    """One competitor: a process group that listens at `target` once `health` answers."""
+
+    name: str
+    command: list[str]
+    target: str
+    health: str
+    log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, start_new_session=True, env=os.environ | self.environment
+            )
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self.process is not None
+        self.signal(signal.SIGCONT)
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self.process.wait()
+
+    def wait_ready(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + READY_SECONDS
+        while not self._answers():
+            if self.process.poll() is not None:
+                raise SystemExit(f"{self.name} ended before it was ready; see {self.log}")
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{self.name} was not ready in {READY_SECONDS:.0f} s; see {self.log}")
+            time.sleep(1.0)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To it and everything that it started: `pdserve serve` gives each service a session of its own."""
+        assert self.process is not None
+        for pid in family(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.health, timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+
+def bench_command(server: Server, vocabulary: Path, *arguments: str, seed: int = 1) -> list[str]:
+    command = [sys.executable, "-m", "pdserve.cli", "bench", "--json", "--target", server.target, "--seed", str(seed)]
+    if server.target.startswith("http"):
+        command += ["--tokenizer", str(vocabulary)]
+    return [*command, "--ttft-ms", str(TTFT_MS), "--itl-ms", str(ITL_MS), *arguments]
+
+
+def bench(server: Server, vocabulary: Path, *arguments: str, seed: int = 1) -> Json:
+    """One result; what went wrong is in it, as `failed`."""
+    done = subprocess.run(
+        bench_command(server, vocabulary, *arguments, seed=seed), capture_output=True, text=True, check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    found: Json = json.loads(lines[-1]) if lines else {"failed": done.stderr.strip()[-500:]}
+    return {"server": server.name, **found}
+
+
+class Contest:
+    """The servers, of which one runs at a time, and everything that was measured."""
+
+    def __init__(self, servers: list[Server], vocabulary: Path, quick: bool) -> None:
+        self.servers, self.vocabulary, self.quick = servers, vocabulary, quick
+        self.runs: list[Json] = []
+
+    def alone(self, server: Server) -> None:
+        """Let one run, and wait until it answers: a suite that stood still finds itself again first."""
+        for other in self.servers:
+            other.signal(signal.SIGCONT if other is server else signal.SIGSTOP)
+        server.wait_ready()
+
+    def goodput(self, server: Server, load: str, start: float) -> float:
+        """Requests a second within both targets at the highest rate that keeps 90% of them there."""
+        self.alone(server)
+        requests, runs = ("40", "6") if self.quick else ("120", "10")
+        search = ["--find-rate", "--rate", str(start), "--max-runs", runs, "--precision", "0.1"]
+        found = self._keep(load, bench(server, self.vocabulary, *LOADS[load], *search, "--requests", requests))
+        best = found.get("find_rate", {}).get("rate")
+        goodput = (found.get("figures") or {}).get("goodput")
+        print(f"{load}: {server.name} {goodput} requests/s within targets, at {best} a second", flush=True)
+        return float(goodput) if best and goodput else 0.0
+
+    def throughput(self, server: Server) -> float:
+        """Output tokens a second of 32 streams."""
+        self.alone(server)
+        requests = "64" if self.quick else "192"
+        found = self._keep(
+            "32 streams", bench(server, self.vocabulary, *LOADS["chat"], "--streams", "32", "--requests", requests)
+        )
+        rate = (found.get("figures") or {}).get("output_tokens_s", 0.0)
+        print(f"32 streams: {server.name} {rate} tokens/s", flush=True)
+        return float(rate)
+
+    def interference(self, server: Server) -> tuple[float, float]:
+        """ITL p99 of 8 streams with documents over without, and their longest gap over their median."""
+        self.alone(server)
+        count = ["--requests", "16" if self.quick else "48"]
+        quiet = self._keep("8 streams", bench(server, self.vocabulary, *STREAMS, *count))
+        documents = bench_command(server, self.vocabulary, *DOCUMENTS, "--requests", "100000", seed=2)
+        with subprocess.Popen(documents, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as beside:
+            disturbed = self._keep("8 streams, documents", bench(server, self.vocabulary, *STREAMS, *count))
+            beside.terminate()
+        try:
+            before, after = (run["figures"]["itl_ms"] for run in (quiet, disturbed))
+        except (KeyError, TypeError):
+            return float("nan"), float("nan")
+        ratio, longest = after["p99"] / before["p99"], after["max"] / after["p50"]
+        print(f"8 streams and documents: {server.name} ITL p99 {ratio:.2f} times, longest gap {longest:.1f} medians")
+        return ratio, longest
+
+    def _keep(self, load: str, run: Json) -> Json:
+        self.runs.append({"load": load, **run})
+        return run
+
+
+def ours(name: str, folder: Path, *workers: str) -> Server:
+    grpc, http = free_port(), free_port()
+    command = [sys.executable, "-m", "pdserve.cli", "serve", "--model", MODEL, *workers]
+    command += ["--port", str(grpc), "--http-port", str(http)]
+    return Server(name, command, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}/health", folder / f"{name}.log")
+
+
+def theirs(venv: Path, model: Path, chunk: int, folder: Path) -> Server:
+    port = free_port()
+    command = [str(venv / "bin" / "vllm"), "serve", str(model), "--dtype", "bfloat16", "--max-model-len", "4096"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "peer"]
+    command += ["--max-num-batched-tokens", str(chunk), "--enable-prefix-caching"]
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",  # its default leaves one core idle
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    at = f"http://127.0.0.1:{port}"
+    return Server(f"A, chunk {chunk}", command, at, f"{at}/health", folder / f"A-{chunk}.log", environment)
+
+
+def best_peer(venv: Path, model: Path, folder: Path, quick: bool, runs: list[Json]) -> Server:
+    """The chunk with the most goodput on the mixed load, each measured with the machine to itself."""
+    found: dict[int, float] = {}
+    for chunk in CHUNKS[1:] if quick else CHUNKS:
+        with theirs(venv, model, chunk, folder) as server:
+            contest = Contest([server], model, quick)
+            found[chunk] = contest.goodput(server, "mixed", START)
+            runs.extend(contest.runs)
+    return theirs(venv, model, max(found, key=lambda chunk: found[chunk]), folder)
+
+
+def compare(contest: Contest, peer: Server, split: Server, whole: Server) -> Json:
+    """Everything, in turns."""
+    goodputs: Json = {}
+    for load in ("mixed", "chat") if contest.quick else LOADS:
+        goodputs[load] = {
+            name: contest.goodput(server, load, START) for name, server in (("A", peer), ("C", split), ("D", whole))
+        }
+    tokens = {name: contest.throughput(server) for name, server in (("A", peer), ("C", split), ("D", whole))}
+    ratio, longest = contest.interference(split)
+    peer_ratio, peer_longest = contest.interference(peer)
+
+    def over(load: str, ours: str) -> float | None:
+        found = goodputs.get(load)
+        return round(found[ours] / found["A"], 3) if found and found["A"] else None
+
+    return {
+        "goodput": goodputs,
+        "goodput_mixed_c_over_a": over("mixed", "C"),
+        "goodput_mixed_d_over_a": over("mixed", "D"),
+        "goodput_mixed_c_over_b": None,  # vLLM's own disaggregation is not a part of this yet
+        "goodput_documents_c_over_a": over("documents", "C"),
+        "goodput_multiturn_c_over_a": over("multiturn", "C"),
+        "goodput_chat_d_over_a": over("chat", "D"),
+        "interference_p99_ratio": round(ratio, 3),
+        "interference_longest_gap_over_median": round(longest, 2),
+        "interference_p99_ratio_a": round(peer_ratio, 3),
+        "interference_longest_gap_over_median_a": round(peer_longest, 2),
+        "output_tokens_s": tokens,
+        "tokens_c_over_a": round(tokens["C"] / tokens["A"], 3) if tokens["A"] else None,
+        "tokens_d_over_a": round(tokens["D"] / tokens["A"], 3) if tokens["A"] else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, required=True, help="where scripts/peer.py has installed vLLM")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "pdserve-peer")
+    args = parser.parse_args()
+    quick = bool(os.environ.get("QUICK"))
+    args.logs.mkdir(exist_ok=True)
+    import asyncio
+
+    from pdserve.launch.models import resolve_model
+
+    model = asyncio.run(resolve_model(MODEL, progress=print))
+    cores, runs = os.cpu_count() or 1, []  # type: int, list[Json]
+    peer = best_peer(args.venv, model, args.logs, quick, runs)
+    split = ours("C", args.logs, "--prefill", "1", "--decode", "1")
+    whole = ours("D", args.logs, "--colocated", "1", "--threads", str(cores))
+    with peer, split, whole:
+        contest = Contest([peer, split, whole], model, quick)
+        figures = compare(contest, peer, split, whole)
+        runs += contest.runs
+    facts = {"benchmark": "peer", "cores": cores, "peer": peer.name, "slo": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS}}
+    print(json.dumps({**facts, **figures, "runs": runs}))
+
+
+if __name__ == "__main__":
+    main()
