@@ -87,7 +87,7 @@ class Bench:
     ) -> Search:
         """The highest rate at which `attainment` of all requests keep both targets. Each run has a seed of its own (the
         plan's, plus one for each run before it), since the target may have cached what it was asked; `told` gets each.
-        A run that is refused ends the search: this client offers no more."""
+        A run that is refused is made again; the second in a row ends the search: this client offers no more."""
         load, runs = self._plan.load, list[Measured]()
         if load.rate is None:
             raise ConfigError("a rate is found by an open loop: --rate says where to begin")
@@ -97,8 +97,10 @@ class Bench:
             runs.append(run)
             told(run)
             if run.figures is None:
-                early = run.refused
-                break
+                if len(runs) > 1 and runs[-2].figures is None:
+                    early = run.refused
+                    break
+                continue
             search.take(rate, run.figures.attainment >= attainment)
         if early is None and not search.exact:
             early = f"{most_runs} runs were not enough"

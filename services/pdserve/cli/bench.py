@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, fail, run, show_table
+from pdserve.cli.plot_file import check_plot
 from pdserve.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,6 +125,8 @@ def bench(
             tokenizer=tokenizer,
             drop_long=drop_long,
         )
+        if plot is not None:
+            check_plot(plot)
         if output is not None and not output.parent.is_dir():
             raise ConfigError(f"--output: there is no folder {output.parent}")
     except ConfigError as error:
@@ -166,6 +169,10 @@ async def _bench(
     if outlets.output:
         rows = [request_row(record) for record in measured.records]
         _write(outlets.output, json.dumps({**facts, "requests": rows}) + "\n")
+    if outlets.plot and measured.figures:
+        from pdserve.bench.plot import write
+
+        write(outlets.plot, f"{measuring.facts.model} at {target}", plan, measured, found)
     if outlets.as_json:
         typer.echo(json.dumps(facts))
     else:
