@@ -88,9 +88,10 @@ class OpenAITarget:
         try:
             reply = await self._http.get("/models")
         except httpx2.HTTPError as error:
-            raise _unavailable(error) from error
+            raise Unavailable(f"{self._http.base_url}: {error or type(error).__name__}") from error
         if reply.status_code != 200:
-            raise _failure(reply.status_code, reply.content)
+            failure = _failure(reply.status_code, reply.content)
+            raise HttpFailure(failure.status, f"{reply.url} answers with status {failure.status}: {failure}")
         try:
             cards = {card["id"]: card for card in reply.json()["data"]}
         except (ValueError, KeyError, TypeError) as error:

@@ -117,7 +117,8 @@ class Bench:
             return made
         said = f"{len(made) - len(found)} of {len(made)} requests need more than {self.facts.max_model_len} tokens"
         if not self._plan.drop_long or not found:
-            raise ConfigError(f"{said}, which is all that {self.facts.model} has room for; --drop-long leaves them out")
+            hint = "; --drop-long leaves them out" if found else ""
+            raise ConfigError(f"{said}, which is all that {self.facts.model} has room for{hint}")
         self._progress.note(f"{said} and were left out")
         return found
 

@@ -14,16 +14,19 @@ from pdserve.core.slo import SloTargets
 MOST_LATENESS = 0.05  # of the TTFT target: what p99 of the sends may be late
 MOST_LAG = 0.25  # of the ITL target: what p99 of the event loop's lag may be, for gaps are seen with that error
 MOST_CPU = 0.9  # of one core: an event loop has no more
+SHORT = 1.0  # seconds of a run that say nothing of its CPU share yet
 _BEAT = 0.01  # seconds between two looks at the event loop
 
 
 @dataclass(frozen=True, slots=True)
 class Strain:
-    """`lateness` of the sends and `lag` of the event loop in seconds; `cpu`, the client's share of one core."""
+    """`lateness` of the sends and `lag` of the event loop in seconds; `cpu`, the client's share of one core over the
+    `seconds` of the run."""
 
     lateness: Quantiles
     lag: Quantiles
     cpu: float
+    seconds: float
 
     def as_dict(self) -> dict[str, float]:
         return {
@@ -44,7 +47,7 @@ def refusal(strain: Strain, targets: SloTargets) -> str | None:
         reasons.append(f"p99 of the sends was {late:.1f} ms late, more than {MOST_LATENESS:.0%} of {ttft:g} ms TTFT")
     if lag > MOST_LAG * itl:
         reasons.append(f"p99 of its event loop's lag was {lag:.1f} ms, more than {MOST_LAG:.0%} of {itl:g} ms ITL")
-    if strain.cpu > MOST_CPU:
+    if strain.cpu > MOST_CPU and strain.seconds >= SHORT:
         reasons.append(f"it used {strain.cpu:.0%} of a core, more than {MOST_CPU:.0%}")
     return f"the client was the bottleneck: {'; '.join(reasons)}" if reasons else None
 
@@ -60,7 +63,7 @@ class Pulse:
     def strain(self, lateness: Sequence[float]) -> Strain:
         """After the watch; `lateness` of each send, in seconds."""
         cpu = self.cpu_seconds / self.seconds if self.seconds else 0.0
-        return Strain(quantiles_of(lateness), quantiles_of(self.lags), cpu)
+        return Strain(quantiles_of(lateness), quantiles_of(self.lags), cpu, self.seconds)
 
 
 @asynccontextmanager

@@ -87,6 +87,7 @@ def bench(
     """
     from pdserve.bench.load import Load, parse_mix
     from pdserve.bench.plan import Plan
+    from pdserve.bench.rates import RateSearch
     from pdserve.bench.target import Asking, check_target
 
     try:
@@ -111,7 +112,10 @@ def bench(
             think=think,
             system=system_tokens,
         )
-        load.arrivals(seed)  # what cannot be is said before anybody is asked
+        # What cannot be is said before anybody is asked.
+        load.arrivals(seed)
+        if find_rate and rate is not None:
+            RateSearch(rate, precision, max_runs)
         plan = Plan(
             load=load,
             targets=_targets(ttft_ms, itl_ms, itl_percentile),
