@@ -174,18 +174,24 @@ async def test_the_command(cluster: Cluster, tmp_path: Path) -> None:
         assert row["error"] is None and len(row["itl_ms"]) == row["output_tokens"] - 1
     assert picture.stat().st_size > 10_000
 
-    code, said, problem = await pdserve(*command, "--ttft-ms", "0.001", "--warmup", "0", "--json")
+    code, said, problem = await pdserve(
+        *command, "--ttft-ms", "0.001", "--warmup", "0", "--json", "--output", str(file)
+    )
     assert code == 1 and "nothing is reported, for the client was the bottleneck" in problem
+    assert "figures" not in json.loads(said) and not json.loads(file.read_text())["requests"]
+    assert "ttft" not in said.replace("ttft_ms", "", 1)  # but for the target
     assert "figures" not in json.loads(said) and "of 0.001 ms TTFT" in json.loads(said)["refused"]
 
 
 async def test_the_command_finds_a_rate(cluster: Cluster) -> None:
-    """Every rate keeps loose targets, so it doubles as often as it may, and says that it may be higher."""
+    """Every rate keeps loose targets, so it doubles as often as it may, and says that this is not the end."""
     load = ["--prompt-tokens", "16", "--output-tokens", "2", "--requests", "4", "--rate", "8", "--warmup", "0"]
     search = ["--find-rate", "--max-runs", "2", "--ttft-ms", "60000", "--itl-ms", "60000"]
     code, said, problem = await pdserve("--target", cluster.http, "--vocab", str(VOCAB_SIZE), *load, *search)
     assert code == 0, problem
-    assert "16.000 a second is the highest rate" in said and "it may be higher: 2 runs were not enough" in problem
+    assert (
+        "16.000 a second is the highest rate" in said and "exact than it should be: 2 runs were not enough" in problem
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)

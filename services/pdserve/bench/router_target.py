@@ -8,7 +8,7 @@ from typing import Self
 
 from pdserve.bench.record import Record, Told
 from pdserve.bench.target import Asking, Facts
-from pdserve.client import NO_RETRIES, Client, Finish, GenerateOptions, Output
+from pdserve.client import NO_RETRIES, Client, Finish, FleetWorker, GenerateOptions, Output
 from pdserve.core.errors import ConfigError, Unavailable
 
 
@@ -37,7 +37,7 @@ class RouterTarget:
         if name not in models:
             raise ConfigError(f"--model must be one of {', '.join(sorted(models))}")
         workers = [worker for worker in await self._client.fleet() if worker.connected and worker.model == name]
-        gpus = {(worker.node, worker.device) for worker in workers if worker.device.startswith("cuda")}
+        gpus = {gpu for worker in workers if (gpu := _gpu(worker))}
         self._options["model"] = name
         return Facts(name, models[name].max_model_len, models[name].vocab_size, len(gpus) or None)
 
@@ -55,3 +55,9 @@ class RouterTarget:
                     record.told = Told(
                         usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.stages, usage.replays
                     )
+
+
+def _gpu(worker: FleetWorker) -> str:
+    """Which GPU it runs on, empty for none: by its UUID, since two workers may have one GPU under two numbers."""
+    number, _, uuid = worker.device.partition(" ")
+    return (uuid or f"{worker.node}/{number}") if number.startswith("cuda") else ""

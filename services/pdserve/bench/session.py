@@ -50,13 +50,11 @@ class Bench:
             self._progress.note(note)
         self._ids = self._vocabulary()
         plan = self._plan
+        arrivals = self._arrivals(plan.load, plan.seed, tell=True)
         if not plan.warmup:
             return
         # Alike in length, with nothing in common with what will be measured.
-        alike = [
-            replace(one, at=0.0, block_ids=(), session=None)
-            for one in self._arrivals(plan.load, plan.seed)[: plan.warmup]
-        ]
+        alike = [replace(one, at=0.0, block_ids=(), session=None) for one in arrivals[: plan.warmup]]
         runner = self._runner("warm-up", "warm-up/" + str(plan.seed), len(alike))
         failed = [record for record in (await runner.closed_loop(alike, WARMUP_STREAMS)).records if record.error]
         if failed:
@@ -110,7 +108,7 @@ class Bench:
         self._progress.begin(name, requests)
         return Runner(self._target, Prompts(seed, self._ids), self._plan.timeout, self._progress.ended)
 
-    def _arrivals(self, load: Load, seed: int) -> list[Arrival]:
+    def _arrivals(self, load: Load, seed: int, *, tell: bool = False) -> list[Arrival]:
         made = load.arrivals(seed)
         found = fitting(made, self.facts.max_model_len)
         if len(found) == len(made):
@@ -119,7 +117,8 @@ class Bench:
         if not self._plan.drop_long or not found:
             hint = "; --drop-long leaves them out" if found else ""
             raise ConfigError(f"{said}, which is all that {self.facts.model} has room for{hint}")
-        self._progress.note(f"{said} and were left out")
+        if tell:
+            self._progress.note(f"{said} and are left out")
         return found
 
     def _vocabulary(self) -> Sequence[int]:
