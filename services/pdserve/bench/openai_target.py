@@ -15,16 +15,12 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import httpx2
 import msgspec
 
 from pdserve.bench.record import Record, Told
 from pdserve.bench.target import Asking, Facts, HttpFailure
 from pdserve.core.errors import ConfigError, PdserveError, Unavailable
-
-try:
-    import httpx2
-except ModuleNotFoundError as missing:
-    raise ConfigError("an OpenAI endpoint as the target needs httpx2: pip install 'pdserve[bench]'") from missing
 
 _REFUSED = (400, 422)  # what servers answer to a field that they do not know
 _LONGEST = 300  # characters of an error to keep
@@ -36,7 +32,7 @@ class Logprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    text: str = ""
+    text: str | None = ""
     logprobs: Logprobs | None = None
     token_ids: list[int] | None = None
 
@@ -67,7 +63,8 @@ class OpenAITarget:
         base = base if base.endswith("/v1") else f"{base}/v1"
         headers = {"authorization": f"Bearer {asking.api_key}"} if asking.api_key else {}
         # Deadlines are the caller's. A proxy of the environment would be measured along with the target.
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        # Connections are left before servers do, commonly after 5 s: a race with that would be counted as an error.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         self._http = httpx2.AsyncClient(base_url=base, headers=headers, timeout=None, limits=limits, trust_env=False)
         self._model = asking.model
         self._extras: dict[str, Any] = {"return_token_ids": True}
@@ -115,18 +112,19 @@ class OpenAITarget:
             raise _unavailable(error) from error
 
     async def _read(self, data: AsyncIterator[bytes], record: Record) -> None:
-        """Note what a stream of server-sent events brings. Raises PdserveError where it is no whole answer."""
-        seen, rest = 0, b""
+        """Note what a stream of server-sent events brings, to its end, so that its connection can be used again. Raises
+        PdserveError where it is no whole answer."""
+        seen, rest, done = 0, b"", False
         async for part in data:
             now, tokens, ids = record.clock(), 0, list[int]()
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
-                if not line.startswith(b"data:"):
+                if done or not line.startswith(b"data:"):
                     continue  # comments, names of events, and what parts them
                 content = line[5:].strip()
                 if content == _DONE:
-                    record.take(tokens, ids, now)
-                    return
+                    done = True
+                    continue
                 chunk = self._chunk(content)
                 count = _count(chunk, seen)
                 seen, tokens = seen + count, tokens + count
@@ -134,7 +132,8 @@ class OpenAITarget:
                 if chunk.usage is not None:
                     record.told = _told(chunk.usage)
             record.take(tokens, ids, now)
-        raise Unavailable("the stream ended without [DONE]")
+        if not done:
+            raise Unavailable("the stream ended without [DONE]")
 
     def _chunk(self, content: bytes) -> Chunk:
         try:

@@ -74,7 +74,7 @@ class Bench:
             run = await runner.closed_loop(arrivals, load.streams)
         else:
             run = await runner.open_loop(arrivals)
-        used = cpu_seconds(plan.pids) - before if plan.pids else None
+        used = self._used(before)
         refused = refusal(run.strain, plan.targets)
         means = Means(plan.gpus or self.facts.gpus, plan.cores, used)
         figures = None if refused else Figures.of(run.records, run.seconds, plan.targets, means)
@@ -103,6 +103,16 @@ class Bench:
         if early is None and not search.exact:
             early = f"{most_runs} runs were not enough"
         return Search(attainment, precision, runs, search, early)
+
+    def _used(self, before: float) -> float | None:
+        """CPU time since it was `before`; None where nobody asked, or where a process has gone with what it used."""
+        if not self._plan.pids:
+            return None
+        try:
+            return cpu_seconds(self._plan.pids) - before
+        except ConfigError as error:
+            self._progress.note(f"no CPU time: {error}")
+            return None
 
     def _runner(self, name: str, seed: int | str, requests: int) -> Runner:
         self._progress.begin(name, requests)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -79,7 +80,9 @@ def check_target(text: str) -> str:
 async def connect(text: str, asking: Asking) -> AsyncIterator[Target]:
     """The target that `text` names. Raises ConfigError."""
     if is_http(check_target(text)):
-        from pdserve.bench.openai_target import OpenAITarget  # what it needs may not be installed
+        if find_spec("httpx2") is None:
+            raise ConfigError("an OpenAI endpoint as the target needs httpx2: pip install 'pdserve[bench]'")
+        from pdserve.bench.openai_target import OpenAITarget
 
         async with OpenAITarget(text, asking) as endpoint:
             yield endpoint
