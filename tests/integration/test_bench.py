@@ -157,7 +157,8 @@ async def test_the_command(cluster: Cluster, tmp_path: Path) -> None:
     command = ["--target", cluster.endpoint, "--mix", "50% 20/5 + 50% 60/3", "--requests", "8", "--rate", "4"]
     loose = ["--ttft-ms", "60000", "--itl-ms", "60000", "--warmup", "1"]
     file, picture = tmp_path / "a.json", tmp_path / "a.html"
-    costs = ["--cores", "2", "--pid", str(cluster.suite.workers[0].pid), "--output", str(file), "--plot", str(picture)]
+    pids = [part for worker in cluster.suite.workers for part in ("--pid", str(worker.pid))]
+    costs = ["--cores", "2", *pids, "--output", str(file), "--plot", str(picture)]
     code, said, problem = await pdserve(*command, *loose, *costs, "--json")
     assert code == 0, problem
     shown, kept = json.loads(said), json.loads(file.read_text())
@@ -167,7 +168,8 @@ async def test_the_command(cluster: Cluster, tmp_path: Path) -> None:
     figures = shown["figures"]
     assert (figures["requests"], figures["attainment"], figures["errors"]) == (8, 1.0, {})
     assert figures["goodput_per_core"] == pytest.approx(figures["goodput"] / 2)
-    assert figures["core_seconds_per_request"] > figures["cpu_seconds_per_request"] > 0
+    assert figures["core_seconds_per_request"] == pytest.approx(2 * figures["seconds"] / 8)
+    assert figures["cpu_seconds_per_request"] > 0
     assert {(row["prompt_tokens"], row["output_tokens"]) for row in requests} == {(20, 5), (60, 3)}
     for row in requests:
         assert {"at", "ttft_ms", "itl_ms", "e2e_ms", "session", "error"} <= row.keys()

@@ -57,8 +57,8 @@ def bench(
     attainment: Annotated[float, typer.Option(min=0.01, max=1, help="Share of requests that must keep them.")] = 0.9,
     precision: Annotated[float, typer.Option(help="Of the rate that is found, relative.")] = 0.05,
     max_runs: Annotated[int, typer.Option(min=1, help="Runs of a search at most.")] = FEW_RUNS,
-    gpus: Annotated[float | None, typer.Option(help="That the target has; a router tells it.")] = None,
-    cores: Annotated[float | None, typer.Option(help="The same of CPU cores.")] = None,
+    gpus: Annotated[float | None, typer.Option(min=0, help="That the target has; a router tells it.")] = None,
+    cores: Annotated[float | None, typer.Option(min=0, help="The same of CPU cores.")] = None,
     pid: Annotated[
         list[int], typer.Option(help="A process of the target here: its CPU time, and its children's. Repeatable.")
     ] = [],  # noqa: B006  nobody changes it
@@ -67,7 +67,7 @@ def bench(
     salt: Annotated[
         str | None, typer.Option(help="The cache salt of all requests; '' sends none. Default: a new one each time.")
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="What a request may take.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=0.001, metavar="SECONDS", help="What a request may take.")] = 600.0,
     vocab: Annotated[
         int | None, typer.Option(min=8, help="The model's vocabulary, where the target is no router.")
     ] = None,
