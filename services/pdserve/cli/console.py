@@ -48,8 +48,15 @@ def say_retry(retry: Retry) -> None:
     typer.echo(f"pdserve: {retry.error}; trying again in {retry.delay:.1f} s", err=True)
 
 
-def run(main: Coroutine[Any, Any, None], *, interrupted: int = INTERRUPTED) -> None:
+def run(
+    main: Coroutine[Any, Any, None],
+    *,
+    interrupted: int = INTERRUPTED,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
     """Run a command to its end. Ctrl-C and SIGTERM cancel it, so that every `async with` in it is left in order.
+
+    On asyncio's own loop, or the one that `loop_factory` makes.
 
     Ends the program with code 1 on a PdserveError, 2 on a ConfigError, `interrupted` after a signal.
     """
@@ -73,7 +80,9 @@ def run(main: Coroutine[Any, Any, None], *, interrupted: int = INTERRUPTED) -> N
         return stopped
 
     try:
-        if asyncio.run(until_signalled()):
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            stopped = runner.run(until_signalled())
+        if stopped:
             raise typer.Exit(interrupted)
     except ConfigError as error:
         fail(str(error), code=2)

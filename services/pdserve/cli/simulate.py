@@ -6,17 +6,14 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from pdserve.cli.console import fail, show_table
+from pdserve.cli.plot_file import check_plot
 from pdserve.core.errors import ConfigError, InvalidRequest
-
-if TYPE_CHECKING:
-    from pdserve.simulator.drawing import Drawing
 
 
 def _print_schema(wanted: bool) -> None:
@@ -69,7 +66,6 @@ def simulate(
     The fleet is in a YAML file, in flags, or in both: flags are over the file, and --set is over flags.
     """
     from pdserve.simulator.config import SimulationSettings
-    from pdserve.simulator.drawing import Drawing
     from pdserve.simulator.flags import Flags, parse_changes
     from pdserve.simulator.report import Report
     from pdserve.simulator.rows import LATENCIES, figure_rows, latency_rows, tenants
@@ -95,7 +91,8 @@ def simulate(
         seed=seed,
     )
     try:
-        draw = _drawing(plot) if plot else None
+        if plot:
+            check_plot(plot)
         settings = SimulationSettings.load(plan, parse_changes(change), said)
         simulation = Simulation(settings.plan(), settings.routing())
         began = time.perf_counter()
@@ -106,8 +103,11 @@ def simulate(
         fail(f"a request can never be served: {error}")
     report, took = Report.of(simulation, settings.targets()), time.perf_counter() - began
     by_tenant = tenants(simulation.requests)
-    if plot and draw:
-        draw(plot, Drawing.of(settings.title(), simulation, report, settings.targets()))
+    if plot:
+        from pdserve.simulator.drawing import Drawing
+        from pdserve.simulator.plot import write
+
+        write(plot, Drawing.of(settings.title(), simulation, report, settings.targets()))
     if as_json:
         shares = {name: dataclasses.asdict(tenant) for name, tenant in by_tenant.items()}
         facts = {**report.as_dict(), "tenants": shares, "simulation_seconds": took}
@@ -116,21 +116,6 @@ def simulate(
     show_table("", LATENCIES, latency_rows(report, by_tenant), numbers=range(1, len(LATENCIES)))
     show_table("", ("", ""), figure_rows(report, settings.targets()), numbers=())
     typer.echo(f"{report.requests} requests, {report.seconds:.0f} s simulated in {took:.1f} s", err=True)
-
-
-def _drawing(path: Path) -> Callable[[Path, Drawing], None]:
-    """What draws into `path`. Raises ConfigError before anything is simulated, rather than after."""
-    if path.suffix not in (".png", ".html"):
-        raise ConfigError(f"--plot draws FILE.png or FILE.html, not {path.name}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot: there is no folder {path.parent}")
-    try:
-        from pdserve.simulator.plot import write
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise ConfigError("--plot needs matplotlib: pip install 'pdserve[plot]'") from error
-    return write
 
 
 def _numbers(value: Any) -> Any:

@@ -115,7 +115,7 @@ class Answer(Response):
 
     async def _whole(self, call: Call, send: Send) -> None:
         job = self._job
-        whole, head = Whole(len(job.prompts), logprobs=job.logprobs), None
+        whole, head = Whole(len(job.prompts), logprobs=job.logprobs, token_ids=job.token_ids), None
         async with self._events(call) as events:
             async for index, part in events:
                 if isinstance(part, PromptInfo):
@@ -159,6 +159,7 @@ class Answer(Response):
             logprobs=job.logprobs,
             include_usage=job.include_usage,
             named=job.stop_token_ids,
+            token_ids=job.token_ids,
         )
 
 

@@ -52,12 +52,23 @@ def stop_reason(finish: Finish, named: frozenset[int]) -> str | int | None:
 class Chunks:
     """The chunks of one streamed answer with `choices` choices."""
 
-    def __init__(self, head: Head, choices: int, *, logprobs: bool, include_usage: bool, named: frozenset[int]) -> None:
-        """`named` are the stop tokens that the client named."""
+    def __init__(
+        self,
+        head: Head,
+        choices: int,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+        named: frozenset[int],
+        token_ids: bool = False,
+    ) -> None:
+        """`named` are the stop tokens that the client named. With `token_ids` each chunk has those of its tokens, as
+        vLLM has them, and tokens that add no text yet make a chunk, too."""
         kind = "chat.completion.chunk" if head.chat else "text_completion"
         self._fields = {"id": head.id, "object": kind, "created": head.created, "model": head.model}
         self._tail: dict[str, Any] = {"usage": None} if include_usage else {}
         self._chat, self._logprobs, self._named = head.chat, logprobs, named
+        self._token_ids = token_ids
         self._legacy = [CompletionLogprobs() for _ in range(choices)]
         before = b"data: " + _encode(self._fields)[:-1] + b',"choices":[{"index":'
         middle = b',"delta":{"content":' if head.chat else b',"text":'
@@ -77,8 +88,9 @@ class Chunks:
 
     def output(self, index: int, output: Output) -> bytes:
         """New text; empty where there is nothing to show yet."""
-        if self._logprobs and output.tokens:
-            return self._chunk(index, self._piece(output.text), self._logprobs_json(index, output.tokens))
+        if (self._logprobs or self._token_ids) and output.tokens:
+            piece = {**self._piece(output.text), **self._ids(output.token_ids)}
+            return self._chunk(index, piece, self._logprobs_json(index, output.tokens) if self._logprobs else None)
         if not output.text:
             return b""
         return self._before[index] + _encode(output.text) + self._after
@@ -86,7 +98,7 @@ class Chunks:
     def finish(self, index: int, finish: Finish) -> bytes:
         """The last chunk of a choice."""
         piece: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._chunk(index, piece, None, finish)
+        return self._chunk(index, {**piece, **self._ids([])}, None, finish)
 
     def usage(self, usages: Sequence[Usage]) -> bytes:
         """The chunk without choices, for who asked for it."""
@@ -94,6 +106,9 @@ class Chunks:
 
     def _piece(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self._chat else {"text": text}
+
+    def _ids(self, ids: list[int]) -> dict[str, Any]:
+        return {"token_ids": ids} if self._token_ids else {}
 
     def _logprobs_json(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
         return chat_logprobs(tokens) if self._chat else self._legacy[index].add(tokens)
@@ -115,8 +130,8 @@ class Chunks:
 class Whole:
     """Gathers an answer that is sent in one piece."""
 
-    def __init__(self, choices: int, *, logprobs: bool) -> None:
-        self._logprobs = logprobs
+    def __init__(self, choices: int, *, logprobs: bool, token_ids: bool = False) -> None:
+        self._logprobs, self._token_ids = logprobs, token_ids
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._tokens: list[list[Token]] = [[] for _ in range(choices)]
         self._ends: dict[int, Finish] = {}
@@ -126,7 +141,7 @@ class Whole:
             self._ends[index] = part
         else:
             self._texts[index].append(part.text)
-            if self._logprobs:
+            if self._logprobs or self._token_ids:
                 self._tokens[index] += part.tokens
 
     def json(self, head: Head, named: frozenset[int]) -> bytes:
@@ -135,11 +150,13 @@ class Whole:
         for index, (texts, tokens) in enumerate(zip(self._texts, self._tokens, strict=True)):
             finish, text = self._ends[index], "".join(texts)
             message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            ids = {"token_ids": [token.id for token in tokens]} if self._token_ids else {}
             shape = chat_logprobs if head.chat else CompletionLogprobs().add
             choices.append(
                 {
                     "index": index,
                     **(message if head.chat else {"text": text}),
+                    **ids,
                     "logprobs": shape(tokens) if self._logprobs else None,
                     "finish_reason": str(finish.reason),
                     "stop_reason": stop_reason(finish, named),

@@ -34,7 +34,6 @@ GENERATE: Neutral = {
     "guided_choice": (),
     "guided_grammar": (),
     "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": (),
     "response_format": ({"type": "text"},),
@@ -42,6 +41,7 @@ GENERATE: Neutral = {
 }
 CHAT: Neutral = {
     **GENERATE,
+    "return_token_ids": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (),

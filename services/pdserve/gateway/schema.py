@@ -195,6 +195,8 @@ class CompletionBody(GenerateBody):
 
     prompt: Prompts
     logprobs: Count | None = None
+    # vLLM's.
+    return_token_ids: bool | None = None
 
 
 class TokenizeBody(Body):

@@ -22,7 +22,7 @@ _SAME = (
 class Job:
     """What one HTTP request asks for: an answer to each prompt, with the same options.
 
-    `renames` maps the router's field names to those of the body.
+    `token_ids`: tell the ids of the answer's tokens. `renames` maps the router's field names to those of the body.
     """
 
     chat: bool
@@ -32,6 +32,7 @@ class Job:
     include_usage: bool
     logprobs: bool
     renames: Mapping[str, str]
+    token_ids: bool = False
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
@@ -81,6 +82,7 @@ def completion_job(body: CompletionBody, max_prompts: int) -> Job:
         include_usage=_include_usage(body),
         logprobs=body.logprobs is not None,
         renames={"text": "prompt", "token_ids.ids": "prompt", **_RENAMES},
+        token_ids=bool(body.return_token_ids),
     )
 
 

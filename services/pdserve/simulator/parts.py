@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from pdserve.core.fabric import parse_bandwidth
 from pdserve.rpc.settings_sources import nearest
-from pdserve.simulator.workload import Arrival, Lengths, Synthetic, read_trace, repeat, scale
+from pdserve.simulator.workload import Arrival, Kind, Lengths, Synthetic, read_trace, repeat, scale
 
 
 class Part(BaseModel):
@@ -76,6 +76,16 @@ class FleetPart(Part):
     outages: list[OutagePart] = Field(default_factory=list, description="workers that die and come back")
 
 
+class KindPart(Part):
+    """Turns that are unlike the others."""
+
+    share: float = Field(gt=0, lt=1, description="of all turns")
+    prompt: float = Field(gt=0, description="mean new tokens of a turn")
+    prompt_cv: float = Field(0.0, ge=0, description="coefficient of variation; 0: always the mean")
+    output: float = Field(gt=0, description="mean tokens of an answer")
+    output_cv: float = Field(0.0, ge=0, description="as prompt_cv")
+
+
 class SyntheticPart(Part):
     """Conversations from a seed; lengths are log-normal."""
 
@@ -89,6 +99,13 @@ class SyntheticPart(Part):
     turns: int = Field(1, ge=1, description="requests of a conversation; each repeats what came before")
     think: float = Field(10.0, gt=0, description="mean seconds before the next turn, once the answer is read")
     system: int = Field(0, ge=0, description="tokens that all prompts begin with")
+    others: list[KindPart] = Field(default_factory=list, description="shares of the turns with lengths of their own")
+
+    @model_validator(mode="after")
+    def _shares(self) -> SyntheticPart:
+        if sum(kind.share for kind in self.others) > 1 - 1e-9:
+            raise ValueError("others: their shares must leave some for prompt and output")
+        return self
 
     def stream(self, block_size: int, rate: float) -> Synthetic:
         """The stream, `rate` times as fast."""
@@ -101,6 +118,10 @@ class SyntheticPart(Part):
             think=self.think,
             system=self.system,
             block_tokens=block_size,
+            others=tuple(
+                Kind(kind.share, Lengths(kind.prompt, kind.prompt_cv), Lengths(kind.output, kind.output_cv))
+                for kind in self.others
+            ),
         )
 
 

@@ -118,11 +118,21 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of turns: their `share` of all (0 to 1), and how long they are."""
+
+    share: float
+    prompt: Lengths
+    output: Lengths
+
+
+@dataclass(frozen=True, slots=True)
 class Synthetic:
     """A stream of conversations: `rate` of them begin each second, by a Gamma process with coefficient of variation
     `burstiness` (1: Poisson). Each has `turns` requests; a turn's prompt is everything before it, `system` tokens that
     all share, and `prompt` new ones, and follows `think` seconds (exponential, its mean) after an answer of the length
-    that it had would have been read at `reading` tokens a second.
+    that it had would have been read at `reading` tokens a second. `others` are shares of the turns that are unlike
+    `prompt` and `output`: each turn draws what it is.
     """
 
     rate: float
@@ -134,6 +144,7 @@ class Synthetic:
     reading: float = 20.0
     system: int = 0
     block_tokens: int = 16
+    others: tuple[Kind, ...] = ()
 
     def arrivals(self, count: int, seed: int) -> list[Arrival]:
         """The first `count` requests, in order of arrival. Same seed, same requests."""
@@ -150,13 +161,22 @@ class Synthetic:
         at, tokens = begin, self.system
         blocks = [ids.shared(index) for index in range(self.system // self.block_tokens)]
         for _ in range(self.turns):
-            tokens += self.prompt.draw(rng)
-            output = self.output.draw(rng)
+            prompts, outputs = self._lengths(rng)
+            tokens += prompts.draw(rng)
+            output = outputs.draw(rng)
             while len(blocks) < tokens // self.block_tokens:
                 blocks.append(ids.fresh())
             yield Arrival(at, tokens, output, tuple(blocks), self.block_tokens, session)
             tokens += output
             at += output / self.reading + rng.expovariate(1 / self.think)
+
+    def _lengths(self, rng: random.Random) -> tuple[Lengths, Lengths]:
+        chance = rng.random() if self.others else 1.0  # without others a seed draws nothing more than it ever did
+        for kind in self.others:
+            chance -= kind.share
+            if chance < 0:
+                return kind.prompt, kind.output
+        return self.prompt, self.output
 
 
 class _Ids:

@@ -47,6 +47,18 @@ runner = CliRunner()
         (["probe", "links", "--bytes", "lots"], "not a size"),
         (["probe", "links", "--frame-bytes", "0"], "above 0"),
         (["probe", "speed", "--requests", "-1"], "--requests"),
+        (["bench", "--rate", "1"], "say what to send"),
+        (["bench", "--prompt-tokens", "8", "--output-tokens", "8"], "say how fast"),
+        (["bench", "--prompt-tokens", "8", "--rate", "1"], "go together"),
+        (["bench", "--mix", "80% 8/8", "--rate", "1"], "100%"),
+        (["bench", "--mix", "100% 8/8", "--streams", "2", "--find-rate"], "--find-rate"),
+        (["bench", "--mix", "100% 8/8", "--rate", "1", "--target", "here"], "host:port"),
+        (["bench", "--mix", "100% 8/8", "--rate", "1", "--target", "http://"], "names no host"),
+        (["bench", "--mix", "100% 8/8", "--rate", "1", "--itl-percentile", "0"], "--itl-percentile"),
+        (["bench", "--mix", "100% 8/8", "--rate", "1", "--plot", "a.gif"], "FILE.png or FILE.html"),
+        (["bench", "--mix", "100% 8/8", "--rate", "1", "--output", "nowhere/a.json"], "there is no folder"),
+        (["bench", "--mix", "100% 8/8", "--rate", "1", "--find-rate", "--precision", "2"], "a precision in (0, 1)"),
+        (["bench", "--trace", "none.jsonl", "--rate", "1"], "cannot read none.jsonl"),
     ],
 )
 def test_wrong_usage_is_code_2_and_names_the_culprit(arguments: list[str], words: str) -> None:

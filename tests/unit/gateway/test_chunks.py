@@ -72,6 +72,21 @@ def test_nothing_to_show_is_no_chunk() -> None:
     assert shown["delta"] == {"content": ""} and len(shown["logprobs"]["content"]) == 1
 
 
+def test_token_ids_are_in_every_chunk() -> None:
+    """Also of tokens that add no text yet; logprobs stay what they are without them."""
+    writer = chunks(False, token_ids=True)
+    held = read(writer.output(0, Output(0, (Token(1), Token(7)), "")))["choices"][0]
+    assert (held["text"], held["token_ids"], held["logprobs"]) == ("", [1, 7], None)
+    assert read(writer.finish(0, STOP))["choices"][0]["token_ids"] == []
+    both = read(chunks(False, token_ids=True, logprobs=True).output(0, Output(0, TOKENS, "a")))["choices"][0]
+    assert both["token_ids"] == [1, 3] and both["logprobs"]["token_logprobs"] == [-0.5, -2.0]
+    whole = Whole(1, logprobs=False, token_ids=True)
+    for part in (Output(0, TOKENS, "a"), STOP):
+        whole.add(0, part)
+    choice = json.loads(whole.json(head(False), frozenset()))["choices"][0]
+    assert (choice["token_ids"], choice["logprobs"]) == ([1, 3], None)
+
+
 def test_text_chunks_have_no_role() -> None:
     writer = chunks(False)
     assert writer.first(0) == b"" and writer.usage([USAGE]) == b""

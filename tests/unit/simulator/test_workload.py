@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from pdserve.core.errors import ConfigError
+from pdserve.simulator.parts import KindPart, SyntheticPart
 from pdserve.simulator.request import block_hashes
-from pdserve.simulator.workload import Arrival, Lengths, Synthetic, read_trace, repeat, scale
+from pdserve.simulator.workload import Arrival, Kind, Lengths, Synthetic, read_trace, repeat, scale
 
 
 def test_mooncake_trace(tmp_path: Path) -> None:
@@ -82,6 +85,18 @@ def test_lengths_have_mean_and_spread() -> None:
     drawn = [lengths.draw(rng) for _ in range(20_000)]
     assert statistics.mean(drawn) == pytest.approx(500, rel=0.03)
     assert statistics.stdev(drawn) / statistics.mean(drawn) == pytest.approx(0.8, rel=0.05)
+
+
+def test_others_have_their_share() -> None:
+    """A turn is of one kind or another, each with its own lengths; without others a seed gives what it gave."""
+    others = (Kind(0.25, Lengths(900), Lengths(3)), Kind(0.05, Lengths(5000), Lengths(1)))
+    made = Synthetic(1.0, Lengths(100), Lengths(10), others=others).arrivals(20_000, seed=1)
+    found = Counter((arrival.prompt, arrival.output) for arrival in made)
+    assert set(found) == {(100, 10), (900, 3), (5000, 1)}
+    assert found[900, 3] / len(made) == pytest.approx(0.25, rel=0.05)
+    assert found[5000, 1] / len(made) == pytest.approx(0.05, rel=0.1)
+    with pytest.raises(ValidationError, match="must leave some"):
+        SyntheticPart(rate=1, prompt=1, output=1, others=[KindPart(share=0.5, prompt=1, output=1)] * 2)
 
 
 def test_same_seed_same_requests() -> None:
