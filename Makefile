@@ -10,7 +10,7 @@ BASELINE := sdk/baseline.binpb
 # Compose v2 where it is here, else docker-compose 1.29.
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help venv up down demo check test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-engine bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router chaos soak clean
+.PHONY: help venv up down demo check test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-engine bench-peer bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router chaos soak clean
 
 help:  ## What there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -76,6 +76,10 @@ sdk: $(STAMP)  ## Generate clients in six languages into build/sdk; sdk/README.m
 
 sdk-toolchains: $(STAMP)  ## Install what `make sdk` and the examples need; as root on Debian.
 	$(BIN)/python scripts/sdk.py --install
+
+bench-peer: $(STAMP)  ## pdserve beside vLLM's CPU build on the same cores; hours, QUICK=1 half an hour.
+	$(PYTHON) scripts/peer.py build/peer
+	$(BIN)/python benchmarks/peer.py --venv build/peer
 
 bench-steps: $(STAMP)  ## Does serving disturb the engine's steps?
 	$(BIN)/python benchmarks/steps.py
