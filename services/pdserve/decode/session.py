@@ -45,6 +45,8 @@ class Ticket:
     verdict: tuple[EndReason, str] | None = None
     # What runs before the engine hears of the ticket: the fetch of a prompt that is computed here.
     preparing: asyncio.Task[None] | None = None
+    # What keeps the link to the worker that takes it over, from HandOff until that failed, was called off, or is done.
+    linking: asyncio.Task[None] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +61,8 @@ class RouterSession:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     # Set by `fail`; apart from _news, because a write may be stuck at that time.
     failed: asyncio.Event = field(default_factory=asyncio.Event)
+    # Nothing is left to be sent.
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, response: decode_pb2.SessionResponse) -> None:
         """Queue a message for the router; none once the session is over. Never waits."""
@@ -70,6 +74,7 @@ class RouterSession:
             return
         self._outbox.append((response, size))
         self._bytes += size
+        self.sent.clear()
         self._news.set()
 
     def fail(self, error: PdserveError) -> None:
@@ -78,6 +83,7 @@ class RouterSession:
             self.failure = error
         self._outbox.clear()
         self.failed.set()
+        self.sent.set()
 
     async def send_all(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Send what is put, in order, for ever."""
@@ -88,3 +94,4 @@ class RouterSession:
                 response, size = self._outbox.popleft()
                 await write_whole(context, response)
                 self._bytes -= size
+            self.sent.set()

@@ -1,4 +1,5 @@
-"""Following one try: events in order of arrival, tokens in order of position, and another prefill worker in time."""
+"""Following one try: events in order of arrival, tokens in order of position, another prefill worker in time, and
+another decode worker where that one is going to stop."""
 
 from __future__ import annotations
 
@@ -10,20 +11,25 @@ import structlog
 
 from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.core.sequence import EndReason
+from pdserve.policy.draining import HandOff, decide_leaving
 from pdserve.router.events import (
     AlreadyReady,
     AttemptFailed,
+    Detached,
+    Draining,
     Ended,
     Event,
     FirstToken,
+    HandOffFailed,
     Lost,
     NewToken,
+    Placed,
     PrefillFailed,
-    PrefillPlaced,
     Ready,
     Rearmed,
     Reserved,
 )
+from pdserve.router.moving import Move
 from pdserve.router.ticket import Ticket
 from pdserve.router.worker import Worker
 from pdserve.rpc.errors import DeadlineExceeded
@@ -36,6 +42,7 @@ log = structlog.get_logger(__name__)
 
 # Seconds that a reservation is kept while it lacks a prefill worker. Others may wait for its pages.
 REARM_PATIENCE = 2.0
+MOVES = 3  # tries at moving a sequence off a worker that drains; from then on it stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +73,23 @@ class Follower:
         self._down: Failure | None = None  # why there is no prefill worker, until another one took over
         self._asked = False  # a Rearm is on its way
         self._patient_until: float | None = None
+        self._stops_at: float | None = None  # when the decode worker is going to stop, the loop's time
+        self._moves = 0  # tries at leaving it
+        self._move: Move | None = None
+        self._moved = False  # since the latest token
+        self._left: list[Ticket] = []  # those whose scope is ours
+        self._began, self._begun = 0, 0  # this ticket's first token: its stamp and position
 
     async def follow(self) -> Failure | None:
         """Follow to the end of the answer (None) or of the try. Raises what no other try would do better."""
         run = self._run
         while True:
             failure = None
-            for stamp, event in await self._ticket.next_events():
-                failure = self._take(stamp, event)
+            for stamp, ticket, event in await self._ticket.next_events():
+                if ticket is self._ticket:
+                    failure = self._take(stamp, event)
+                elif self._move is not None and ticket is self._move.new:
+                    failure = self._take_move(stamp, event)
                 if failure is not None or run.answer.ending is not None:
                     break
             await run.send_output()
@@ -81,6 +97,13 @@ class Follower:
                 return None
             if failure is not None:
                 return failure
+
+    async def leave(self) -> None:
+        """Let go of what a move has added to the try."""
+        if self._move is not None:
+            self._move.close()
+        for ticket in self._left:
+            await ticket.leave()
 
     def _take(self, stamp: int, event: Event) -> Failure | None:
         ticket, failure = self._ticket, None
@@ -100,8 +123,20 @@ class Follower:
             case AttemptFailed(attempt, reason):
                 if attempt == ticket.attempt:
                     ticket.given_up(reason)
-            case PrefillPlaced(reason):
+            case Placed(reason):
                 failure = self._placed(reason)
+            case Draining(seconds):
+                self._drains(seconds)
+            case Detached(new_ticket, tokens) if self._move is not None:
+                self._move.detached(new_ticket, tokens)
+                failure = self._after_move()
+            case HandOffFailed(new_ticket, reason) if self._move is not None:
+                self._move.stays(new_ticket, reason)
+                failure = self._after_move()
+            case Detached() | HandOffFailed():
+                pass  # of a move that was called off
+            case Ended(EndReason.HANDED_OFF) | Lost() if self._move is not None and self._move.left():
+                pass  # the other worker is to tell
             case Rearmed(attempt, tokens_held):
                 if attempt == ticket.attempt:
                     self._down, self._asked = None, False
@@ -115,8 +150,12 @@ class Follower:
             case Lost(reason):
                 failure = Failure(reason, worker=ticket.assignment.decode)
         self._in_order()
+        if failure is not None and self._stops_at is not None:
+            self._run.measure.handed_off(HandOff.REPLAYED)
         if failure is None and self._ended is not None and self._down is not None and not self._has_first:
             return replace(self._down, counted=True)  # the one token that nobody can tell any more
+        if failure is None and self._stops_at is not None:
+            self._consider_leaving(self._stops_at)
         return failure
 
     @property
@@ -144,10 +183,13 @@ class Follower:
         if self._patient_until is None or not failure.refused:
             self._patient_until = now + REARM_PATIENCE
         until = self._patient_until
-        ticket.place_prefill(lambda: run.place_prefill(failure, decode, until))
+        ticket.place(lambda: run.place_prefill(failure, decode, until))
         return None
 
     def _placed(self, problem: str) -> Failure | None:
+        if self._move is not None:
+            self._move.placed(problem)
+            return self._after_move()
         if self._down is None or self._asked:
             return None  # not needed any more
         if problem:
@@ -195,6 +237,58 @@ class Follower:
         self._keep(ticket.given, stamp, inference_pb2.Token(id=token_id))
         return None
 
+    # Leaving a decode worker that is going to stop.
+
+    def _drains(self, seconds: float) -> None:
+        self._stops_at, self._moves = asyncio.get_running_loop().time() + seconds, 0
+
+    def _consider_leaving(self, stops_at: float) -> None:
+        """Have the sequence moved, once it decodes, where the policy says so."""
+        run, ticket = self._run, self._ticket
+        if self._move is not None or self._moves >= MOVES or run.answer.ending is not None or self._ended is not None:
+            return
+        if not (self._ready and self._has_first) or self._down is not None:
+            return
+        made = self._next - 1 - self._begun
+        gap = (run.timeline.latest - self._began) / 1e9 / made if made > 0 else 0.0
+        grace = stops_at - asyncio.get_running_loop().time()
+        decision = decide_leaving(run.leave_rule, run.remaining, gap, grace)
+        if not decision.leaves:
+            self._moves = MOVES
+            run.measure.handed_off(HandOff.STAYED)
+            log.info("stays", ticket=ticket.id, reason=decision.reason)
+        elif grace > 0:
+            self._moves += 1
+            self._move = Move(run, ticket, stops_at, decision.reason)
+
+    def _take_move(self, stamp: int, event: Event) -> Failure | None:
+        """Take in what the ticket says that is to take over; where its KV is complete, follow it from now on."""
+        move = self._move
+        assert move is not None and move.new is not None
+        move.take(event)
+        if not move.through:
+            return self._after_move()
+        old, self._ticket, self._move = self._ticket, move.new, None
+        old.close()
+        self._left.append(self._ticket)
+        self._moved, self._stops_at, self._begun = True, None, 0
+        self._on_ready(stamp, move.kv_bytes)
+        if move.draining is not None:
+            self._drains(move.draining.seconds)
+        return None
+
+    def _after_move(self) -> Failure | None:
+        """Stay, or try another worker, where a move came to nothing."""
+        move = self._move
+        if move is None or move.problem is None:
+            return None
+        self._move = None
+        if move.gone:
+            return Failure(f"handed off in vain: {move.problem.reason}", worker=self._ticket.assignment.decode)
+        if move.problem.outcome is HandOff.NO_ROOM:
+            self._moves = MOVES
+        return None
+
     # Tokens.
 
     def _keep(self, position: int, stamp: int, token: inference_pb2.Token, took: float = 0.0) -> None:
@@ -210,6 +304,11 @@ class Follower:
             self._next += 1
             run.answer.add(token)
             run.timeline.token(stamp, run.new_tokens, took)
+            if not self._begun:
+                self._began, self._begun = run.timeline.latest, self._next - 1
+            if self._moved:
+                self._moved = False
+                run.measure.hand_off_gap(run.timeline.gaps[-1])
         if run.answer.ending is None and self._ended is not None and not self._early and self._has_first:
             run.answer.ended_by_worker(self._ended)
 

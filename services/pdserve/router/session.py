@@ -11,7 +11,10 @@ from pdserve.core.sequence import SequenceSpec
 from pdserve.router.events import (
     AlreadyReady,
     AttemptFailed,
+    Detached,
+    Draining,
     Ended,
+    HandOffFailed,
     Lost,
     NewToken,
     Ready,
@@ -75,6 +78,27 @@ class DecodeSession:
         )
         self._commands.put_nowait(decode_pb2.SessionRequest(rearm=rearm))
 
+    def hand_off(self, ticket: str, new_ticket: str, attempt: int, worker_id: str, endpoint: str, tokens: int) -> None:
+        """Have a running sequence moved to another worker, which has reserved it as `new_ticket`: Detached or
+        HandOffFailed will follow, or the ticket's end."""
+        if ticket not in self._sinks:
+            return
+        hand_off = decode_pb2.HandOff(
+            ticket=ticket,
+            new_ticket=new_ticket,
+            attempt=attempt,
+            decode_worker_id=worker_id,
+            decode_endpoint=endpoint,
+            tokens=tokens,
+        )
+        self._commands.put_nowait(decode_pb2.SessionRequest(hand_off=hand_off))
+
+    def call_off(self, ticket: str, new_ticket: str) -> None:
+        """Have a sequence that is being moved go on where it is. No event follows."""
+        if ticket in self._sinks:
+            called_off = decode_pb2.CallOff(ticket=ticket, new_ticket=new_ticket)
+            self._commands.put_nowait(decode_pb2.SessionRequest(call_off=called_off))
+
     def cancel(self, ticket: str) -> None:
         """End a ticket, if it has not ended. No event follows."""
         if self._sinks.pop(ticket, None) is not None and self._closed is None:
@@ -114,6 +138,15 @@ class DecodeSession:
                 case "already_ready":
                     already = response.already_ready
                     self._tell(already.ticket, AlreadyReady(already.attempt, already.first_token))
+                case "draining":
+                    for ticket in list(self._sinks):
+                        self._tell(ticket, Draining(response.draining.remaining_ms / 1e3))
+                case "detached":
+                    detached = response.detached
+                    self._tell(detached.ticket, Detached(detached.new_ticket, detached.tokens))
+                case "hand_off_failed":
+                    stays = response.hand_off_failed
+                    self._tell(stays.ticket, HandOffFailed(stays.new_ticket, stays.reason))
         raise Unavailable("the decode worker ended the session")
 
     def _step(self, step: decode_pb2.Step) -> None:
