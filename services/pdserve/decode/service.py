@@ -308,6 +308,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         ticket = self._tickets.get(called.ticket)
         if ticket is not None and ticket.session is session:
             self._stays(ticket)
+            self._log("hand_off_called_off", ticket, new_ticket=called.new_ticket)
             self._front.engine.send(CallOff(called.ticket, called.new_ticket))
 
     def _stays(self, ticket: Ticket) -> None:

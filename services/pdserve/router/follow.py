@@ -11,16 +11,13 @@ import structlog
 
 from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.core.sequence import EndReason
-from pdserve.policy.draining import HandOff, decide_leaving
+from pdserve.policy.draining import HandOff
 from pdserve.router.events import (
     AlreadyReady,
     AttemptFailed,
-    Detached,
-    Draining,
     Ended,
     Event,
     FirstToken,
-    HandOffFailed,
     Lost,
     NewToken,
     Placed,
@@ -29,7 +26,7 @@ from pdserve.router.events import (
     Rearmed,
     Reserved,
 )
-from pdserve.router.moving import Move
+from pdserve.router.leaving import Leaving
 from pdserve.router.ticket import Ticket
 from pdserve.router.worker import Worker
 from pdserve.rpc.errors import DeadlineExceeded
@@ -42,7 +39,6 @@ log = structlog.get_logger(__name__)
 
 # Seconds that a reservation is kept while it lacks a prefill worker. Others may wait for its pages.
 REARM_PATIENCE = 2.0
-MOVES = 3  # tries at moving a sequence off a worker that drains; from then on it stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +69,7 @@ class Follower:
         self._down: Failure | None = None  # why there is no prefill worker, until another one took over
         self._asked = False  # a Rearm is on its way
         self._patient_until: float | None = None
-        self._stops_at: float | None = None  # when the decode worker is going to stop, the loop's time
-        self._moves = 0  # tries at leaving it
-        self._move: Move | None = None
-        self._moved = False  # since the latest token
-        self._left: list[Ticket] = []  # those whose scope is ours
-        self._began, self._begun = 0, 0  # this ticket's first token: its stamp and position
+        self._leaving = Leaving(run)
 
     async def follow(self) -> Failure | None:
         """Follow to the end of the answer (None) or of the try. Raises what no other try would do better."""
@@ -88,8 +79,8 @@ class Follower:
             for stamp, ticket, event in await self._ticket.next_events():
                 if ticket is self._ticket:
                     failure = self._take(stamp, event)
-                elif self._move is not None and ticket is self._move.new:
-                    failure = self._take_move(stamp, event)
+                elif self._leaving.leads_to(ticket):
+                    failure = self._take_new(stamp, ticket, event)
                 if failure is not None or run.answer.ending is not None:
                     break
             await run.send_output()
@@ -98,15 +89,14 @@ class Follower:
             if failure is not None:
                 return failure
 
-    async def leave(self) -> None:
-        """Let go of what a move has added to the try."""
-        if self._move is not None:
-            self._move.close()
-        for ticket in self._left:
-            await ticket.leave()
+    async def end(self) -> None:
+        """Let go of what moves have added to the try."""
+        await self._leaving.end()
 
     def _take(self, stamp: int, event: Event) -> Failure | None:
         ticket, failure = self._ticket, None
+        if self._leaving.take(event):
+            return self._in_vain()
         match event:
             case NewToken(position, token, took):
                 self._keep(position, stamp, token, took)
@@ -125,18 +115,6 @@ class Follower:
                     ticket.given_up(reason)
             case Placed(reason):
                 failure = self._placed(reason)
-            case Draining(seconds):
-                self._drains(seconds)
-            case Detached(new_ticket, tokens) if self._move is not None:
-                self._move.detached(new_ticket, tokens)
-                failure = self._after_move()
-            case HandOffFailed(new_ticket, reason) if self._move is not None:
-                self._move.stays(new_ticket, reason)
-                failure = self._after_move()
-            case Detached() | HandOffFailed():
-                pass  # of a move that was called off
-            case Ended(EndReason.HANDED_OFF) | Lost() if self._move is not None and self._move.left():
-                pass  # the other worker is to tell
             case Rearmed(attempt, tokens_held):
                 if attempt == ticket.attempt:
                     self._down, self._asked = None, False
@@ -150,13 +128,37 @@ class Follower:
             case Lost(reason):
                 failure = Failure(reason, worker=ticket.assignment.decode)
         self._in_order()
-        if failure is not None and self._stops_at is not None:
-            self._run.measure.handed_off(HandOff.REPLAYED)
         if failure is None and self._ended is not None and self._down is not None and not self._has_first:
             return replace(self._down, counted=True)  # the one token that nobody can tell any more
-        if failure is None and self._stops_at is not None:
-            self._consider_leaving(self._stops_at)
+        if failure is None:
+            self._consider_leaving()
+        elif self._leaving.drains:
+            self._run.measure.handed_off(HandOff.REPLAYED)
         return failure
+
+    # Leaving a decode worker that is going to stop.
+
+    def _consider_leaving(self) -> None:
+        """Once it decodes, and nothing of it is on the way."""
+        over = self._ended is not None or self._run.answer.ending is not None
+        if self._leaving.drains and self._ready and self._has_first and self._down is None and not over:
+            self._leaving.consider(self._ticket)
+
+    def _take_new(self, stamp: int, ticket: Ticket, event: Event) -> Failure | None:
+        """Take in what happened to the ticket that is to take over; where its KV is complete, follow it from now on."""
+        if self._leaving.take_new(event):
+            self._ticket = ticket
+            if isinstance(event, Ready):
+                self._on_ready(stamp, event.kv_bytes)
+        return self._in_vain()
+
+    def _in_vain(self) -> Failure | None:
+        """Why the try is over, where a move failed that had gone too far; where it had not, another may begin."""
+        if not self._leaving.vain:
+            self._consider_leaving()
+            return None
+        self._run.measure.handed_off(HandOff.REPLAYED)
+        return Failure(self._leaving.vain, worker=self._ticket.assignment.decode)
 
     @property
     def _has_first(self) -> bool:
@@ -187,9 +189,6 @@ class Follower:
         return None
 
     def _placed(self, problem: str) -> Failure | None:
-        if self._move is not None:
-            self._move.placed(problem)
-            return self._after_move()
         if self._down is None or self._asked:
             return None  # not needed any more
         if problem:
@@ -237,58 +236,6 @@ class Follower:
         self._keep(ticket.given, stamp, inference_pb2.Token(id=token_id))
         return None
 
-    # Leaving a decode worker that is going to stop.
-
-    def _drains(self, seconds: float) -> None:
-        self._stops_at, self._moves = asyncio.get_running_loop().time() + seconds, 0
-
-    def _consider_leaving(self, stops_at: float) -> None:
-        """Have the sequence moved, once it decodes, where the policy says so."""
-        run, ticket = self._run, self._ticket
-        if self._move is not None or self._moves >= MOVES or run.answer.ending is not None or self._ended is not None:
-            return
-        if not (self._ready and self._has_first) or self._down is not None:
-            return
-        made = self._next - 1 - self._begun
-        gap = (run.timeline.latest - self._began) / 1e9 / made if made > 0 else 0.0
-        grace = stops_at - asyncio.get_running_loop().time()
-        decision = decide_leaving(run.leave_rule, run.remaining, gap, grace)
-        if not decision.leaves:
-            self._moves = MOVES
-            run.measure.handed_off(HandOff.STAYED)
-            log.info("stays", ticket=ticket.id, reason=decision.reason)
-        elif grace > 0:
-            self._moves += 1
-            self._move = Move(run, ticket, stops_at, decision.reason)
-
-    def _take_move(self, stamp: int, event: Event) -> Failure | None:
-        """Take in what the ticket says that is to take over; where its KV is complete, follow it from now on."""
-        move = self._move
-        assert move is not None and move.new is not None
-        move.take(event)
-        if not move.through:
-            return self._after_move()
-        old, self._ticket, self._move = self._ticket, move.new, None
-        old.close()
-        self._left.append(self._ticket)
-        self._moved, self._stops_at, self._begun = True, None, 0
-        self._on_ready(stamp, move.kv_bytes)
-        if move.draining is not None:
-            self._drains(move.draining.seconds)
-        return None
-
-    def _after_move(self) -> Failure | None:
-        """Stay, or try another worker, where a move came to nothing."""
-        move = self._move
-        if move is None or move.problem is None:
-            return None
-        self._move = None
-        if move.gone:
-            return Failure(f"handed off in vain: {move.problem.reason}", worker=self._ticket.assignment.decode)
-        if move.problem.outcome is HandOff.NO_ROOM:
-            self._moves = MOVES
-        return None
-
     # Tokens.
 
     def _keep(self, position: int, stamp: int, token: inference_pb2.Token, took: float = 0.0) -> None:
@@ -304,11 +251,7 @@ class Follower:
             self._next += 1
             run.answer.add(token)
             run.timeline.token(stamp, run.new_tokens, took)
-            if not self._begun:
-                self._began, self._begun = run.timeline.latest, self._next - 1
-            if self._moved:
-                self._moved = False
-                run.measure.hand_off_gap(run.timeline.gaps[-1])
+            self._leaving.token(self._next - 1)
         if run.answer.ending is None and self._ended is not None and not self._early and self._has_first:
             run.answer.ended_by_worker(self._ended)
 

@@ -46,7 +46,6 @@ class Move:
     def __init__(self, run: RequestRun, old: Ticket, until: float, reason: str) -> None:
         self.new: Ticket | None = None
         self.through = False
-        self.kv_bytes = 0
         self.problem: Problem | None = None
         self.gone = False
         self.draining: Draining | None = None  # the new worker is going to stop, too
@@ -56,7 +55,7 @@ class Move:
         decode = old.assignment.decode
         assert decode is not None
         self._from = decode
-        log.info("leaving", ticket=old.id, worker=decode.worker_id, reason=reason)
+        log.info("handing_off", ticket=old.id, worker=decode.worker_id, reason=reason)
         old.place(lambda: run.place_move(decode, until))
 
     def placed(self, problem: str) -> None:
@@ -99,9 +98,9 @@ class Move:
         match event:
             case Rearmed(attempt) if attempt == new.attempt:
                 new.expect(PATIENCE, "the rest of the KV")
-            case Ready(kv_bytes):
+            case Ready():
                 new.expect(None)
-                self.through, self.kv_bytes = True, kv_bytes
+                self.through = True
                 self._tell(None)
             case AttemptFailed(attempt, reason) if attempt == new.attempt:
                 self._fail(HandOff.FAILED, reason)

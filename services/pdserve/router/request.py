@@ -172,7 +172,7 @@ class RequestRun:
                 try:
                     return await follower.follow()
                 finally:
-                    await follower.leave()
+                    await follower.end()
         finally:
             assignment.release()
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
 import torch
 
 from pdserve.core.sequence import EndReason, Sequence
@@ -25,8 +24,6 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.scheduler import Phase
 from pdserve.transfer.messages import SendCommitted, SendFailed, SendLanded, SendStopped, TransferEvent
 from pdserve.worker.messages import Detached, HandOff, HandOffFailed
-
-log = structlog.get_logger(__name__)
 
 
 class MoveLinks(Protocol):
@@ -175,7 +172,6 @@ class Moves:
         if move.detached:
             self._engine.resume(ticket)
             move.record.on(TicketEvent.RESUME)
-        log.info("hand_off_failed", ticket=ticket, new_ticket=move.name, peer=move.peer, reason=reason or "called off")
         if reason:
             self._send(HandOffFailed(ticket, move.name, reason))
 
