@@ -262,7 +262,7 @@ class ScriptedWorker(
                     tasks[moved.new_ticket] = asyncio.create_task(self._hand_off(moved, tasks[moved.ticket], send))
                 elif request.HasField("call_off"):
                     await self._call_off(request.call_off, tasks, send)
-                else:
+                elif request.HasField("cancel"):
                     self.cancelled.append(request.cancel.ticket)
                     self.wire.tell()
                     if task := tasks.get(request.cancel.ticket):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,7 @@ from pdserve.worker.messages import (
 log = structlog.get_logger(__name__)
 
 HELLO_DEADLINE = 5.0  # seconds
+LAST_WORDS = 5.0  # seconds, for a router that lags behind; one of an older release never says that it has heard
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -157,9 +159,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             session.put(told)
 
     async def finished(self) -> None:
-        """Wait until no ticket is left, and every router was told."""
+        """Wait until no ticket is left, and every router has heard so, up to LAST_WORDS seconds."""
         await self._idle.wait()
-        await asyncio.gather(*(session.sent.wait() for session in self._sessions))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await asyncio.gather(*(session.settled.wait() for session in self._sessions))
 
     def close(self) -> None:
         for session in self._sessions:
@@ -210,6 +214,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     self._hand_off(session, request.hand_off)
                 case "call_off":
                     self._call_off(session, request.call_off)
+                case "settled":
+                    session.settled.set()
                 case "hello":
                     raise InvalidRequest("hello", "a second hello in one session")
                 case _:
@@ -341,6 +347,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _end_session(self, session: RouterSession) -> None:
         session.closed = True
+        session.settled.set()
         self._sessions.discard(session)
         mine = [ticket for ticket in self._tickets.values() if ticket.session is session]
         for ticket in mine:

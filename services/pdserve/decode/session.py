@@ -61,8 +61,8 @@ class RouterSession:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     # Set by `fail`; apart from _news, because a write may be stuck at that time.
     failed: asyncio.Event = field(default_factory=asyncio.Event)
-    # Nothing is left to be sent.
-    sent: asyncio.Event = field(default_factory=asyncio.Event)
+    # Set when the router has heard all that there was to hear, or is gone.
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, response: decode_pb2.SessionResponse) -> None:
         """Queue a message for the router; none once the session is over. Never waits."""
@@ -74,7 +74,6 @@ class RouterSession:
             return
         self._outbox.append((response, size))
         self._bytes += size
-        self.sent.clear()
         self._news.set()
 
     def fail(self, error: PdserveError) -> None:
@@ -83,7 +82,6 @@ class RouterSession:
             self.failure = error
         self._outbox.clear()
         self.failed.set()
-        self.sent.set()
 
     async def send_all(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Send what is put, in order, for ever."""
@@ -94,4 +92,3 @@ class RouterSession:
                 response, size = self._outbox.popleft()
                 await write_whole(context, response)
                 self._bytes -= size
-            self.sent.set()

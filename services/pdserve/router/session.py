@@ -42,6 +42,7 @@ class DecodeSession:
         self._sinks: dict[str, Sink] = {}
         self._commands: asyncio.Queue[decode_pb2.SessionRequest] = asyncio.Queue()
         self._closed: str | None = None
+        self._draining = False
 
     async def open(self) -> None:
         """Greet the worker. Raises Unavailable or grpc's error."""
@@ -103,6 +104,7 @@ class DecodeSession:
         """End a ticket, if it has not ended. No event follows."""
         if self._sinks.pop(ticket, None) is not None and self._closed is None:
             self._commands.put_nowait(decode_pb2.SessionRequest(cancel=decode_pb2.Cancel(ticket=ticket)))
+            self._settle()
 
     def close(self, reason: str) -> None:
         """End the stream and every ticket on it. May be called again."""
@@ -139,8 +141,10 @@ class DecodeSession:
                     already = response.already_ready
                     self._tell(already.ticket, AlreadyReady(already.attempt, already.first_token))
                 case "draining":
+                    self._draining = True
                     for ticket in list(self._sinks):
                         self._tell(ticket, Draining(response.draining.remaining_ms / 1e3))
+                    self._settle()
                 case "detached":
                     detached = response.detached
                     self._tell(detached.ticket, Detached(detached.new_ticket, detached.tokens))
@@ -157,6 +161,13 @@ class DecodeSession:
             reason = end_reason_from_proto(end.reason)
             if sink is not None and reason is not None:
                 sink(Ended(reason, end.detail))
+        if step.ends:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Let a worker that drains know when nobody waits for its word any more."""
+        if self._draining and not self._sinks:
+            self._commands.put_nowait(decode_pb2.SessionRequest(settled=decode_pb2.Settled()))
 
     def _tell(self, ticket: str, event: SessionEvent) -> None:
         # Tickets that were cancelled may still be spoken of for a while.

@@ -31,7 +31,6 @@ log = structlog.get_logger(__name__)
 BACKOFF_FIRST = 0.1  # seconds
 BACKOFF_MAX = 2.0
 BACKOFF_STARTING = 0.3  # the limit for one that never answered: it is probably about to
-LAST_WORDS = 1.0  # seconds for the session of a worker that is through to end, once its Watch has
 _ROLES = {worker_pb2.ROLE_PREFILL: Role.PREFILL, worker_pb2.ROLE_DECODE: Role.DECODE}
 
 
@@ -156,10 +155,7 @@ class Worker:
                             raise Unavailable("the worker restarted between Watch and Session")
                     self.up(first.snapshot, channel, session)
                     reached = True
-                    if session is None:
-                        await self._follow(watch)
-                    else:
-                        await until_first_ends(self._follow_to_end(watch), session.run())
+                    await until_first_ends(self._follow(watch), *([session.run()] if session else []))
                 finally:
                     # The view first: whoever hears of a lost ticket must not be sent here again.
                     self.connected, self.channel, self.session = False, None, None
@@ -210,18 +206,6 @@ class Worker:
         self._take_links(worker_pb2.LinkTable())
         self._sequence = 0
         self.reports += 1
-
-    async def _follow_to_end(
-        self, watch: grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]
-    ) -> None:
-        """Follow, and where a worker that drained is through, let its session end by itself: the ends of its last
-        tickets may be on the way there still."""
-        try:
-            await self._follow(watch)
-        except (grpc.aio.AioRpcError, Unavailable):
-            if self.draining:
-                await asyncio.sleep(LAST_WORDS)
-            raise
 
     async def _follow(self, watch: grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse]) -> None:
         while True:

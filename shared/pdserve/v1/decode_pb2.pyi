@@ -186,6 +186,25 @@ class CallOff(_message.Message):
 Global___CallOff: _TypeAlias = CallOff  # noqa: Y015
 
 @_typing.final
+class Settled(_message.Message):
+    """Settled answers Draining, as soon as the router has heard the end of all its tickets here: a worker that is through
+    need not wait any longer for its last words to arrive.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Settled: _TypeAlias = Settled  # noqa: Y015
+
+@_typing.final
 class Cancel(_message.Message):
     """Cancel frees what a ticket holds; its End comes back. An unknown ticket is passed over."""
 
@@ -218,6 +237,7 @@ class SessionRequest(_message.Message):
     REARM_FIELD_NUMBER: _builtins.int
     HAND_OFF_FIELD_NUMBER: _builtins.int
     CALL_OFF_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello: ...
     @_builtins.property
@@ -230,6 +250,8 @@ class SessionRequest(_message.Message):
     def hand_off(self) -> Global___HandOff: ...
     @_builtins.property
     def call_off(self) -> Global___CallOff: ...
+    @_builtins.property
+    def settled(self) -> Global___Settled: ...
     def __init__(
         self,
         *,
@@ -239,12 +261,13 @@ class SessionRequest(_message.Message):
         rearm: Global___Rearm | None = ...,
         hand_off: Global___HandOff | None = ...,
         call_off: Global___CallOff | None = ...,
+        settled: Global___Settled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call_off", b"call_off", "cancel", b"cancel", "command", b"command", "hand_off", b"hand_off", "hello", b"hello", "rearm", b"rearm", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call_off", b"call_off", "cancel", b"cancel", "command", b"command", "hand_off", b"hand_off", "hello", b"hello", "rearm", b"rearm", "settled", b"settled", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_off", b"call_off", "cancel", b"cancel", "command", b"command", "hand_off", b"hand_off", "hello", b"hello", "rearm", b"rearm", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_off", b"call_off", "cancel", b"cancel", "command", b"command", "hand_off", b"hand_off", "hello", b"hello", "rearm", b"rearm", "settled", b"settled", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "rearm", "hand_off", "call_off"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "rearm", "hand_off", "call_off", "settled"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -417,7 +440,9 @@ Global___AlreadyReady: _TypeAlias = AlreadyReady  # noqa: Y015
 
 @_typing.final
 class Draining(_message.Message):
-    """Draining says that this worker is going to stop. What still runs then is lost to it; until then it takes HandOff."""
+    """Draining says that this worker is going to stop. What still runs then is lost to it; until then it takes HandOff.
+    Answered by Settled.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
