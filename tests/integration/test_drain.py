@@ -14,10 +14,16 @@ from typing import Any
 import pytest
 
 from pdserve.client import Output
+from pdserve.core.sequence import EndReason
 from pdserve.launch import ModelPart
+from pdserve.rpc.channel import connect
+from pdserve.rpc.convert import end_reason_from_proto
+from pdserve.rpc.versions import our_versions
 from pdserve.testing import Cluster
+from pdserve.v1 import decode_pb2
 from tests.integration.scraping import heartbeats, scrape, scrape_until
 from tests.integration.suites import LONG_ENOUGH, LONG_MODEL, prompt, serve
+from tests.integration.test_rearm import Session
 from tests.tiny_models import make_tiny_model
 
 GRACE = 300  # seconds; nothing here takes so long
@@ -196,3 +202,38 @@ async def test_clients_that_leave_in_the_middle_of_a_hand_off_leave_nothing_behi
         await suite.assert_all_free()
         assert (await hand_offs(suite))("replayed") == 0
         assert len((await suite.client.complete("hello", max_tokens=3, ignore_eos=True)).tokens) == 3
+
+
+async def test_hand_offs_against_the_book(model: Path, tmp_path: Path) -> None:
+    """Each is answered, and none costs the sequence anything."""
+    async with suite_of(model, tmp_path, decode=1) as suite, connect(suite.workers["decode-0"].endpoint) as channel:
+        session = Session(channel)
+        await session.send(hello=decode_pb2.SessionHello(protocol=our_versions(), router_id="by hand"))
+        assert isinstance(await session.hear(), decode_pb2.SessionWelcome)
+        await session.submit("t", "")
+        assert isinstance(await session.hear(), decode_pb2.Ready)
+        good: dict[str, Any] = {
+            "ticket": "t", "new_ticket": "n", "attempt": 1, "decode_worker_id": "elsewhere",
+            "decode_endpoint": "127.0.0.1:1", "tokens": 40,
+        }  # fmt: skip
+        wrong: list[tuple[str, dict[str, Any]]] = [
+            ("1 to 256 characters", {"new_ticket": ""}),
+            ("decode_endpoint", {"decode_endpoint": "nowhere"}),
+            ("another worker", {"decode_worker_id": "decode-0"}),
+            ("attempt", {"attempt": (1 << 32) - 1}),
+            ("its new ticket is here", {"new_ticket": "t"}),
+            ("39 tokens are to be sent", {"tokens": 39}),  # fewer than the prompt has
+            ("no link to elsewhere", {}),
+        ]
+        for reason, options in wrong:
+            await session.send(hand_off=decode_pb2.HandOff(**{**good, **options}))
+            failed = await session.hear()
+            assert isinstance(failed, decode_pb2.HandOffFailed) and reason in failed.reason, (failed, reason)
+        await session.send(hand_off=decode_pb2.HandOff(**{**good, "ticket": "unknown"}))
+        await session.send(call_off=decode_pb2.CallOff(ticket="t", new_ticket="unknown"))
+        await session.send(call_off=decode_pb2.CallOff(ticket="unknown", new_ticket="n"))
+        await session.send(settled=decode_pb2.Settled())
+        await session.send(cancel=decode_pb2.Cancel(ticket="t"))
+        assert end_reason_from_proto((await session.hear()).reason) is EndReason.CANCELLED
+        session.close()
+        await suite.assert_all_free()

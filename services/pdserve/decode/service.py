@@ -15,9 +15,9 @@ import structlog
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.decode import spans
+from pdserve.decode.hand_offs import HandOffs
 from pdserve.decode.session import RouterSession, Ticket
 from pdserve.rpc.convert import end_reason_to_proto, spec_from_proto
-from pdserve.rpc.endpoint import check_endpoint
 from pdserve.rpc.errors import RpcError, abort
 from pdserve.rpc.server import Service
 from pdserve.rpc.versions import agree
@@ -26,10 +26,8 @@ from pdserve.worker.front import WorkerFront
 from pdserve.worker.messages import (
     AlreadyReady,
     AttemptFailed,
-    CallOff,
     CancelTicket,
     Detached,
-    HandOff,
     HandOffFailed,
     KvCommitted,
     Rearm,
@@ -55,6 +53,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, front: WorkerFront) -> None:
         self._front = front
+        self._hand_offs = HandOffs(front)
         self._tickets: dict[str, Ticket] = {}
         self._sessions: set[RouterSession] = set()
         self._idle = asyncio.Event()
@@ -143,12 +142,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             case AlreadyReady(_, attempt, first_token):
                 already = decode_pb2.AlreadyReady(ticket=ticket.id, attempt=attempt, first_token=first_token)
                 ticket.session.put(decode_pb2.SessionResponse(already_ready=already))
-            case Detached(_, new_ticket, tokens):
-                detached = decode_pb2.Detached(ticket=ticket.id, new_ticket=new_ticket, tokens=tokens)
-                ticket.session.put(decode_pb2.SessionResponse(detached=detached))
-            case HandOffFailed(_, new_ticket, reason):
-                self._stays(ticket)
-                self._tell_failed(ticket, new_ticket, reason)
+            case Detached() | HandOffFailed():
+                self._hand_offs.on_message(ticket, message)
             case KvCommitted():
                 pass  # only a prefill engine says so
 
@@ -211,9 +206,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 case "rearm":
                     self._rearm(session, request.rearm)
                 case "hand_off":
-                    self._hand_off(session, request.hand_off)
+                    if (ticket := self._mine(session, request.hand_off.ticket)) is not None:
+                        self._hand_offs.begin(ticket, request.hand_off)
                 case "call_off":
-                    self._call_off(session, request.call_off)
+                    if (ticket := self._mine(session, request.call_off.ticket)) is not None:
+                        self._hand_offs.call_off(ticket, request.call_off.new_ticket)
                 case "settled":
                     session.settled.set()
                 case "hello":
@@ -279,54 +276,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         ticket.attempt, ticket.spec, ticket.peer = rearm.attempt, spec, rearm.prefill_worker_id
         self._front.engine.send(Rearm(ticket.id, rearm.attempt, spec, rearm.prefill_worker_id))
 
-    def _hand_off(self, session: RouterSession, wanted: decode_pb2.HandOff) -> None:
-        """Have the engine move a sequence, and the link up for it."""
-        ticket = self._tickets.get(wanted.ticket)
-        if ticket is None or ticket.session is not session:
-            return  # its end is on the way
-        try:
-            if ticket.linking is not None:
-                raise InvalidRequest("ticket", "is being handed off already")
-            self._front.check_ticket(wanted.new_ticket)
-            check_endpoint(wanted.decode_endpoint, "decode_endpoint")
-            if wanted.decode_worker_id in ("", self._front.worker_id):
-                raise InvalidRequest("decode_worker_id", "must be another worker")
-        except InvalidRequest as error:
-            self._tell_failed(ticket, wanted.new_ticket, str(error))
-            return
-        peer = wanted.decode_worker_id
-        self._log("handing_off", ticket, new_ticket=wanted.new_ticket, peer=peer, tokens=wanted.tokens)
-        ticket.linking = asyncio.create_task(
-            self._link(ticket.id, wanted.new_ticket, wanted.decode_endpoint, peer), name=f"link to hand off {ticket.id}"
-        )
-        self._front.engine.send(HandOff(ticket.id, wanted.new_ticket, wanted.attempt, peer, wanted.tokens))
-
-    async def _link(self, ticket_id: str, new_ticket: str, endpoint: str, peer: str) -> None:
-        """Decode workers have no links to each other until one drains. It is opened again where it ends too early."""
-        try:
-            while True:
-                await self._front.links.open(endpoint, peer)
-                await self._front.links.ended(peer)
-        except PdserveError as error:
-            self._front.engine.send(CallOff(ticket_id, new_ticket, f"no link to {peer}: {error}"))
-
-    def _call_off(self, session: RouterSession, called: decode_pb2.CallOff) -> None:
-        ticket = self._tickets.get(called.ticket)
-        if ticket is not None and ticket.session is session:
-            self._stays(ticket)
-            self._log("hand_off_called_off", ticket, new_ticket=called.new_ticket)
-            self._front.engine.send(CallOff(called.ticket, called.new_ticket))
-
-    def _stays(self, ticket: Ticket) -> None:
-        """A hand-off is over, however it ended: its link is not kept for it any more."""
-        if ticket.linking is not None:
-            ticket.linking.cancel()
-            ticket.linking = None
-
-    def _tell_failed(self, ticket: Ticket, new_ticket: str, reason: str) -> None:
-        failed = decode_pb2.HandOffFailed(ticket=ticket.id, new_ticket=new_ticket, reason=reason)
-        self._log("hand_off_failed", ticket, new_ticket=new_ticket, reason=reason)
-        ticket.session.put(decode_pb2.SessionResponse(hand_off_failed=failed))
+    def _mine(self, session: RouterSession, ticket_id: str) -> Ticket | None:
+        """A ticket of that session; None: it is over, and its end may be on the way."""
+        ticket = self._tickets.get(ticket_id)
+        return ticket if ticket is not None and ticket.session is session else None
 
     def _cancel(self, ticket: Ticket | None, session: RouterSession) -> None:
         if ticket is None or ticket.session is not session:
@@ -376,7 +329,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _ended(self, ticket: Ticket, reason: EndReason) -> None:
         """The books after a ticket has left `_tickets`."""
-        self._stays(ticket)
+        self._hand_offs.ended(ticket)
         if not self._tickets:
             self._idle.set()
         spans.ended(ticket, reason, time.time_ns())

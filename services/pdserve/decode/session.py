@@ -45,8 +45,6 @@ class Ticket:
     verdict: tuple[EndReason, str] | None = None
     # What runs before the engine hears of the ticket: the fetch of a prompt that is computed here.
     preparing: asyncio.Task[None] | None = None
-    # What keeps the link to the worker that takes it over, from HandOff until that failed, was called off, or is done.
-    linking: asyncio.Task[None] | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -18,7 +18,19 @@ from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.sequence import SequenceSpec
 from pdserve.router.assignment import Assignment
 from pdserve.router.attempt import run_prefill
-from pdserve.router.events import Ended, Event, Lost, NewToken, Placed, PrefillFailed, Reserved
+from pdserve.router.events import (
+    AlreadyReady,
+    AttemptFailed,
+    Ended,
+    Event,
+    Lost,
+    NewToken,
+    Placed,
+    PrefillFailed,
+    Ready,
+    Rearmed,
+    Reserved,
+)
 from pdserve.rpc.convert import spec_to_proto
 from pdserve.v1 import prefill_pb2
 
@@ -60,6 +72,7 @@ class Ticket:
         self._placing: asyncio.Task[None] | None = None
         self._placed: Assignment | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._answers: tuple[type[Event], ...] = ()
         # At assignment time the workers were connected; what they are now may be another connection.
         self._session = assignment.decode.session if assignment.decode else None
         self._channel = assignment.prefill.channel if assignment.prefill else None
@@ -151,7 +164,7 @@ class Ticket:
 
     def expect(self, seconds: float | None, what: str = "") -> None:
         """Take the ticket for lost unless `what` comes in time. None: it came."""
-        self._after(seconds, Lost(f"{what} did not come within {seconds} s"))
+        self._after(seconds, Lost(f"{what} did not come within {seconds} s"), (Ready, AttemptFailed, Ended))
 
     def rearm(self, spec: SequenceSpec) -> None:
         """Ask the decode worker for the next attempt at `spec`, by the prefill worker that was found.
@@ -169,7 +182,8 @@ class Ticket:
         self._prefill_ids[self.attempt] = worker_id
         if self._session is not None:
             self._session.rearm(self.id, self.attempt, spec, worker_id)
-        self._after(ANSWER, Lost(f"the decode worker did not answer a Rearm within {ANSWER} s"))
+        lost = Lost(f"the decode worker did not answer a Rearm within {ANSWER} s")
+        self._after(ANSWER, lost, (Rearmed, AlreadyReady, Ended))
 
     def rearmed(self, tokens_held: int) -> None:
         """The decode worker agreed, and has that many leading tokens: from now on the attempt may be sent."""
@@ -207,6 +221,8 @@ class Ticket:
 
     def _put(self, event: Event) -> None:
         """Take an event, from the session's reader: never waits."""
+        if isinstance(event, self._answers):
+            self._after(None)  # here, since whoever reads may be late
         decode_entry = self.assignment.decode_entry
         if isinstance(event, NewToken):
             self._room -= 1
@@ -230,11 +246,13 @@ class Ticket:
             log.error("placing_failed", error=repr(error), exc_info=error)
             self._put(Placed(repr(error)))
 
-    def _after(self, seconds: float | None, event: Event | None = None) -> None:
-        """Put `event` in some seconds, unless called again before: one thing at a time is waited for."""
+    def _after(self, seconds: float | None, event: Event | None = None, answers: tuple[type[Event], ...] = ()) -> None:
+        """Put `event` in some seconds, unless one of `answers` comes, or this is called again, before: one thing at a
+        time is waited for."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._answers = answers
         if seconds is not None and event is not None:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._put, event)
 
