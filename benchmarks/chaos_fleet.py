@@ -38,7 +38,7 @@ class Member:
 class ChaosFleet:
     """2 routers, 2 prefill, 3 decode workers and a prefix cache, without a launcher that ends all with one of them."""
 
-    def __init__(self, model: Path, logs: Path) -> None:
+    def __init__(self, model: Path, logs: Path, *router_flags: str, log_level: str = "warning") -> None:
         self._logs = logs
         self._healing: list[asyncio.Task[None]] = []
         self.longest_away = 0.0  # seconds from a death until somebody served in that place again
@@ -46,7 +46,7 @@ class ChaosFleet:
         ports = {name: _free_port() for name in self._names()}
         options = WorkerOptions(
             device="cpu", dtype="float32", threads=1, kv_cache_memory=64 << 20, block_size=16,
-            max_num_batched_tokens=256, log_level="warning",
+            max_num_batched_tokens=256, log_level=log_level,
         )  # fmt: skip
         plan = plan_suite(
             [ModelPart(model, "tiny", prefill=PREFILL, decode=DECODE)], Machine.here(), options, prefix_caches=1,
@@ -61,8 +61,8 @@ class ChaosFleet:
         workers = [flag for member in self.members for flag in ("--worker", member.endpoint)]
         for index in range(ROUTERS):
             name = f"router-{index}"
-            settings = ("--startup-seconds", "3", "--log-level", "warning", "--port", str(ports[name]))
-            flags = ("--model", f"tiny={model}", *workers, *settings)
+            settings = ("--startup-seconds", "3", "--log-level", log_level, "--port", str(ports[name]))
+            flags = ("--model", f"tiny={model}", *workers, *settings, *router_flags)
             self._add("router", name, flags, ports)
 
     @staticmethod
@@ -105,6 +105,18 @@ class ChaosFleet:
         member.harmed[how] = member.harmed.get(how, 0) + 1
         self._healing.append(asyncio.create_task(self._heal(member, how), name=f"{how} {member.name}"))
         return f"{how} {member.name}"
+
+    async def restart(self, member: Member) -> int:
+        """Terminate a service, and start it again when it has ended, as an operator would. The status that it ended
+        with."""
+        service = member.service
+        assert service is not None
+        member.up = False
+        service.terminate()
+        await service.close()
+        await self._start(member)
+        assert service.returncode is not None
+        return service.returncode
 
     async def healed(self) -> None:
         """Wait until everybody is up. Raises what kept one from coming back."""

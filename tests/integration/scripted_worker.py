@@ -6,8 +6,9 @@ It computes nothing. Its answer to every prompt is `answer`, token by token, the
 worker also "preempt:N" (after N tokens of its own), "transfer_failed", "attempt_failed" (gives the first attempt up);
 on a prefill worker "fail" (before the first token) and "mute" (hands the KV over and fails without its first token).
 
-A decode worker answers a Rearm as its `rearms` say: "refuse" (no room), "hold" (until `gate` is set), "silent", and
-by the book when they are empty.
+A decode worker answers a Rearm as its `rearms` say: "refuse" (no room), "hold" (until `gate` is set), "hold refuse",
+"silent", and by the book when they are empty. `drain` tells routers that it is going to stop; a HandOff is answered as
+its `hand_offs` say: "fail", "die" (once it has said Detached), and by the book when they are empty.
 """
 
 from __future__ import annotations
@@ -104,6 +105,9 @@ class ScriptedWorker(
         self.total_blocks, self.max_model_len, self.step = total_blocks, max_model_len, step
         self.seats, self.most, self.served = seats, 0, 0
         self.rearms: deque[str] = deque()
+        self.hand_offs: deque[str] = deque()
+        self._sends: list[Any] = []  # of the sessions that are open
+        self._told: dict[str, int] = {}  # ticket -> how many tokens it has, as far as was told
         self.rearmed: list[SequenceSpec] = []
         self.gate = asyncio.Event()
         self.incarnation = secrets.token_hex(4)
@@ -238,6 +242,7 @@ class ScriptedWorker(
             async with lock:
                 await context.write(decode_pb2.SessionResponse(**event))
 
+        self._sends.append(send)
         try:
             async for request in requests:
                 if request.HasField("hello"):
@@ -252,24 +257,78 @@ class ScriptedWorker(
                     tasks[f"{rearm.ticket} {rearm.attempt}"] = asyncio.create_task(
                         self._rearm(rearm, tasks[rearm.ticket], send)
                     )
-                else:
+                elif request.HasField("hand_off"):
+                    moved = request.hand_off
+                    tasks[moved.new_ticket] = asyncio.create_task(self._hand_off(moved, tasks[moved.ticket], send))
+                elif request.HasField("call_off"):
+                    await self._call_off(request.call_off, tasks, send)
+                elif request.HasField("cancel"):
                     self.cancelled.append(request.cancel.ticket)
                     self.wire.tell()
                     if task := tasks.get(request.cancel.ticket):
                         task.cancel()
         finally:
+            self._sends.remove(send)
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
+    async def drain(self, seconds: float) -> None:
+        """Say that it is going to stop, on every session."""
+        self.draining = True
+        self.tell()
+        for send in self._sends:
+            await send(draining=decode_pb2.Draining(remaining_ms=round(1e3 * seconds)))
+
+    async def _hand_off(self, moved: decode_pb2.HandOff, decoding: asyncio.Task[None], send: Any) -> None:
+        """Stop where it is, and hand over as soon as the other worker waits for the second attempt."""
+        old, new, action = moved.ticket, moved.new_ticket, self.hand_offs.popleft() if self.hand_offs else ""
+        self.wire.note(f"{self.worker_id} hands off to {moved.decode_worker_id}")
+        if action == "fail":
+            await send(hand_off_failed=decode_pb2.HandOffFailed(ticket=old, new_ticket=new, reason="scripted"))
+            return
+        decoding.cancel()
+        tokens = self._told[old]
+        await send(detached=decode_pb2.Detached(ticket=old, new_ticket=new, tokens=tokens))
+        if action == "die":
+            self._kill_soon()
+            return
+        changed = asyncio.Event()
+        self.wire.on_change.append(changed.set)
+        while self.wire.live.get(new) != moved.attempt + 1:
+            await changed.wait()
+            changed.clear()
+        self.wire.on_change.remove(changed.set)
+        self.wire.fill(new, moved.attempt + 1, tokens - 1, self.answer[tokens - 1 - self.seen[0].prompt_len])
+        end = decode_pb2.End(ticket=old, reason=end_reason_to_proto(EndReason.HANDED_OFF))
+        await send(step=decode_pb2.Step(ends=[end]))
+
+    async def _call_off(self, called: decode_pb2.CallOff, tasks: dict[str, asyncio.Task[None]], send: Any) -> None:
+        """Go on from where it was stopped, if it was."""
+        self.wire.note(f"{self.worker_id} goes on")
+        tasks[called.new_ticket].cancel()
+        if tasks[called.ticket].cancelled():
+            tasks[called.ticket] = asyncio.create_task(self._go_on(called.ticket, send))
+
+    async def _go_on(self, ticket: str, send: Any) -> None:
+        spec = self.seen[self.tickets.index(ticket)]
+        end = None
+        while end is None:
+            position = self._told[ticket]
+            token = self._token(spec, position)
+            end = self._end(spec, position, token)
+            self._told[ticket] += 1
+            ends = [decode_pb2.End(ticket=ticket, reason=end_reason_to_proto(end))] if end else []
+            await send(step=decode_pb2.Step(tokens=[_step_token(ticket, position, token)], ends=ends))
+
     async def _rearm(self, rearm: decode_pb2.Rearm, decoding: asyncio.Task[None], send: Any) -> None:
         ticket, action = rearm.ticket, self.rearms.popleft() if self.rearms else ""
         self.wire.note(f"{self.worker_id} rearm {rearm.attempt} by {rearm.prefill_worker_id}")
-        if action == "hold":
+        if action.startswith("hold"):
             await self.gate.wait()
         if action == "silent":
             return
-        if action == "refuse":
+        if action.endswith("refuse"):
             decoding.cancel()
             end = decode_pb2.End(ticket=ticket, reason=end_reason_to_proto(EndReason.NO_CAPACITY))
             await send(step=decode_pb2.Step(ends=[end]))
@@ -319,6 +378,7 @@ class ScriptedWorker(
                 if action == "preempt" and made > int(count):
                     await step(end=EndReason.PREEMPTED)
                     return
+                self._told[ticket] = position + 1
                 await step([_step_token(ticket, position, token)], end)
                 if action == "die":
                     self._kill_soon()

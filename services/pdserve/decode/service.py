@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import structlog
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.decode import spans
+from pdserve.decode.hand_offs import HandOffs
 from pdserve.decode.session import RouterSession, Ticket
 from pdserve.rpc.convert import end_reason_to_proto, spec_from_proto
 from pdserve.rpc.errors import RpcError, abort
@@ -25,6 +27,8 @@ from pdserve.worker.messages import (
     AlreadyReady,
     AttemptFailed,
     CancelTicket,
+    Detached,
+    HandOffFailed,
     KvCommitted,
     Rearm,
     Rearmed,
@@ -38,6 +42,7 @@ from pdserve.worker.messages import (
 log = structlog.get_logger(__name__)
 
 HELLO_DEADLINE = 5.0  # seconds
+LAST_WORDS = 5.0  # seconds, for a router that lags behind; one of an older release never says that it has heard
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -48,6 +53,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, front: WorkerFront) -> None:
         self._front = front
+        self._hand_offs = HandOffs(front)
         self._tickets: dict[str, Ticket] = {}
         self._sessions: set[RouterSession] = set()
         self._idle = asyncio.Event()
@@ -136,11 +142,23 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             case AlreadyReady(_, attempt, first_token):
                 already = decode_pb2.AlreadyReady(ticket=ticket.id, attempt=attempt, first_token=first_token)
                 ticket.session.put(decode_pb2.SessionResponse(already_ready=already))
+            case Detached() | HandOffFailed():
+                self._hand_offs.on_message(ticket, message)
             case KvCommitted():
                 pass  # only a prefill engine says so
 
+    def draining(self, seconds: float) -> None:
+        """Let routers know for how long what runs may stay, so that they hand off what would not be through by then."""
+        told = decode_pb2.SessionResponse(draining=decode_pb2.Draining(remaining_ms=round(1e3 * seconds)))
+        for session in self._sessions:
+            session.put(told)
+
     async def finished(self) -> None:
+        """Wait until no ticket is left, and every router has heard so, up to LAST_WORDS seconds."""
         await self._idle.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await asyncio.gather(*(session.settled.wait() for session in self._sessions))
 
     def close(self) -> None:
         for session in self._sessions:
@@ -187,6 +205,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     self._cancel(self._tickets.get(request.cancel.ticket), session)
                 case "rearm":
                     self._rearm(session, request.rearm)
+                case "hand_off":
+                    if (ticket := self._mine(session, request.hand_off.ticket)) is not None:
+                        self._hand_offs.begin(ticket, request.hand_off)
+                case "call_off":
+                    if (ticket := self._mine(session, request.call_off.ticket)) is not None:
+                        self._hand_offs.call_off(ticket, request.call_off.new_ticket)
+                case "settled":
+                    session.settled.set()
                 case "hello":
                     raise InvalidRequest("hello", "a second hello in one session")
                 case _:
@@ -250,6 +276,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         ticket.attempt, ticket.spec, ticket.peer = rearm.attempt, spec, rearm.prefill_worker_id
         self._front.engine.send(Rearm(ticket.id, rearm.attempt, spec, rearm.prefill_worker_id))
 
+    def _mine(self, session: RouterSession, ticket_id: str) -> Ticket | None:
+        """A ticket of that session; None: it is over, and its end may be on the way."""
+        ticket = self._tickets.get(ticket_id)
+        return ticket if ticket is not None and ticket.session is session else None
+
     def _cancel(self, ticket: Ticket | None, session: RouterSession) -> None:
         if ticket is None or ticket.session is not session:
             return
@@ -269,6 +300,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _end_session(self, session: RouterSession) -> None:
         session.closed = True
+        session.settled.set()
         self._sessions.discard(session)
         mine = [ticket for ticket in self._tickets.values() if ticket.session is session]
         for ticket in mine:
@@ -297,6 +329,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _ended(self, ticket: Ticket, reason: EndReason) -> None:
         """The books after a ticket has left `_tickets`."""
+        self._hand_offs.ended(ticket)
         if not self._tickets:
             self._idle.set()
         spans.ended(ticket, reason, time.time_ns())

@@ -59,6 +59,8 @@ class RouterSession:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     # Set by `fail`; apart from _news, because a write may be stuck at that time.
     failed: asyncio.Event = field(default_factory=asyncio.Event)
+    # Set when the router has heard all that there was to hear, or is gone.
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, response: decode_pb2.SessionResponse) -> None:
         """Queue a message for the router; none once the session is over. Never waits."""

@@ -38,7 +38,8 @@ def ready(ticket: Ticket) -> None:
 def ended(ticket: Ticket, reason: EndReason, now: int) -> None:
     """Decoding is over, or whatever the ticket had not come to the end of before that."""
     # A router cancels what it has enough of too, so that is no failure.
-    error = "" if reason.answer_complete or reason is EndReason.CANCELLED else str(reason)
+    fine = reason.answer_complete or reason in (EndReason.CANCELLED, EndReason.HANDED_OFF)
+    error = "" if fine else str(reason)
     why: Attributes = {names.TICKET: ticket.id, names.END_REASON: str(reason)}
     if ticket.ready_ns:
         attributes = {**why, names.TOKENS: ticket.tokens}

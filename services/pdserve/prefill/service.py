@@ -130,6 +130,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if call is not None and isinstance(message, KvCommitted):
             call.events.put_nowait(message)
 
+    def draining(self, seconds: float) -> None:
+        """Prompts are short: what runs finishes, and what does not is computed elsewhere."""
+
     async def finished(self) -> None:
         await self._idle.wait()
 

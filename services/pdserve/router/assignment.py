@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.policy.fleet import FleetView, PlacementRequest
-from pdserve.policy.routing import Decision
+from pdserve.policy.routing import Decision, Kind
 from pdserve.router.fleet import Fleet
 from pdserve.router.ledger import Entry, Work
 from pdserve.router.worker import Worker
@@ -46,7 +46,7 @@ def assign(fleet: Fleet, view: FleetView, decision: Decision, request: Placement
             assignment.release()
             return None
         held = request.held_tokens(known)
-        computes = decoding == (decision.prefill is None)
+        computes = not decoding or decision.kind is Kind.LOCAL
         entry = worker.ledger.add(
             Work(
                 tokens=request.tokens,

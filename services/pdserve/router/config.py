@@ -11,6 +11,7 @@ from pydantic import Field
 
 from pdserve.core.slo import SloTargets
 from pdserve.policy.disaggregation import NoWorker, Protect, Rules
+from pdserve.policy.draining import Leave
 from pdserve.rpc.settings import Endpoint, ServiceSettings
 
 
@@ -50,6 +51,12 @@ class RouterSettings(ServiceSettings):
         True, description="let decode workers compute prompts where that is predicted to delay everybody less"
     )
 
+    hand_off: Literal["needed", "all", "off"] = Field(
+        "needed",
+        description="which running sequences a decode worker that drains hands to another one, with their KV: those"
+        " that might not be through within its drain-seconds, all, or none",
+    )
+
     tenant_max_requests: int | None = Field(
         None, ge=1, description="requests of one tenant (x-tenant-id) that may wait or run at a time; unset: any number"
     )
@@ -76,7 +83,14 @@ class RouterSettings(ServiceSettings):
     def rules(self) -> Rules:
         """What decisions go by."""
         no_worker = NoWorker(self.no_worker)
-        return Rules(Protect(self.protect), self.local_prefill, no_worker, self.no_worker_seconds, self.max_priority)
+        return Rules(
+            Protect(self.protect),
+            self.local_prefill,
+            no_worker,
+            self.no_worker_seconds,
+            self.max_priority,
+            Leave(self.hand_off),
+        )
 
     @property
     def slo(self) -> SloTargets:

@@ -25,7 +25,7 @@ from pdserve.policy.fairness import OUTPUT_WEIGHT
 from pdserve.policy.fleet import FleetView, PlacementRequest
 from pdserve.policy.forecast import Ahead
 from pdserve.policy.queueing import least_work, plan_pass
-from pdserve.policy.routing import Decision, Kind, choose_pair, choose_prefill
+from pdserve.policy.routing import Decision, Kind, choose_decode, choose_pair, choose_prefill
 from pdserve.router.assignment import Assignment, assign
 from pdserve.router.conversations import Conversations
 from pdserve.router.fleet import Fleet
@@ -243,9 +243,11 @@ class Dispatcher:
         return decision
 
     def _ask(self, item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
-        if item.decode is None:
-            return choose_pair(view, request, self._rules)
-        return choose_prefill(view, request, item.decode, self._rules)
+        if item.decode is not None:
+            return choose_prefill(view, request, item.decode, self._rules)
+        if item.leaves is not None:
+            return choose_decode(view, request, item.leaves)
+        return choose_pair(view, request, self._rules)
 
     def _carry_out(self, item: Waiting, decision: Decision, request: PlacementRequest) -> Assignment | None:
         assignment = assign(self._fleet, self._fleet.view(item.model), decision, request)
@@ -267,8 +269,8 @@ class Dispatcher:
 
     def _note_down(self, queue: ModelQueue, item: Waiting, decision: Decision) -> None:
         """Remember since when nobody is up, and look again when that has been for long enough. Whoever looks for one to
-        fill its reservation knows of prefill workers only."""
-        if item.decode is not None:
+        fill its reservation, or to take it over, knows of workers of one role only."""
+        if item.decode is not None or item.leaves is not None:
             return
         loop, look = asyncio.get_running_loop(), queue.down_look
         if not decision.down:

@@ -49,8 +49,9 @@ class AlreadyReady:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlaced:
-    """There is a prefill worker for the next attempt; or there was none in time, and `reason` says why."""
+class Placed:
+    """There is a worker to go on with: a prefill worker for the next attempt, or a decode worker that takes over. Or
+    there was none in time, and `reason` says why."""
 
     reason: str = ""
 
@@ -96,13 +97,38 @@ class PrefillFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Draining:
+    """The decode worker is going to stop in so many `seconds`; until then it hands sequences off."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """A sequence that is handed off, as the ticket `new_ticket`, made its last token where it was: it has `tokens`."""
+
+    new_ticket: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffFailed:
+    """It stays where it is, and goes on."""
+
+    new_ticket: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The session is gone, and the ticket with it."""
 
     reason: str
 
 
-SessionEvent = Reserved | Ready | AttemptFailed | Rearmed | AlreadyReady | NewToken
-Event = SessionEvent | FirstToken | PrefillFailed | PrefillPlaced | Ended | Lost
+SessionEvent = (
+    Reserved | Ready | AttemptFailed | Rearmed | AlreadyReady | NewToken | Draining | Detached | HandOffFailed
+)
+Event = SessionEvent | FirstToken | PrefillFailed | Placed | Ended | Lost
 # Takes an event at once, without waiting: a session's reader serves everybody.
 Sink = Callable[[Event], None]

@@ -1,4 +1,5 @@
-"""Following one try: events in order of arrival, tokens in order of position, and another prefill worker in time."""
+"""Following one try: events in order of arrival, tokens in order of position, another prefill worker in time, and
+another decode worker where that one is going to stop."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import structlog
 
 from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.core.sequence import EndReason
+from pdserve.policy.draining import HandOff
 from pdserve.router.events import (
     AlreadyReady,
     AttemptFailed,
@@ -18,12 +20,13 @@ from pdserve.router.events import (
     FirstToken,
     Lost,
     NewToken,
+    Placed,
     PrefillFailed,
-    PrefillPlaced,
     Ready,
     Rearmed,
     Reserved,
 )
+from pdserve.router.leaving import Leaving
 from pdserve.router.ticket import Ticket
 from pdserve.router.worker import Worker
 from pdserve.rpc.errors import DeadlineExceeded
@@ -66,14 +69,18 @@ class Follower:
         self._down: Failure | None = None  # why there is no prefill worker, until another one took over
         self._asked = False  # a Rearm is on its way
         self._patient_until: float | None = None
+        self._leaving = Leaving(run)
 
     async def follow(self) -> Failure | None:
         """Follow to the end of the answer (None) or of the try. Raises what no other try would do better."""
         run = self._run
         while True:
             failure = None
-            for stamp, event in await self._ticket.next_events():
-                failure = self._take(stamp, event)
+            for stamp, ticket, event in await self._ticket.next_events():
+                if ticket is self._ticket:
+                    failure = self._take(stamp, event)
+                elif self._leaving.leads_to(ticket):
+                    failure = self._take_new(stamp, ticket, event)
                 if failure is not None or run.answer.ending is not None:
                     break
             await run.send_output()
@@ -82,8 +89,14 @@ class Follower:
             if failure is not None:
                 return failure
 
+    async def end(self) -> None:
+        """Let go of what moves have added to the try."""
+        await self._leaving.end()
+
     def _take(self, stamp: int, event: Event) -> Failure | None:
         ticket, failure = self._ticket, None
+        if self._leaving.take(event):
+            return self._in_vain()
         match event:
             case NewToken(position, token, took):
                 self._keep(position, stamp, token, took)
@@ -100,7 +113,7 @@ class Follower:
             case AttemptFailed(attempt, reason):
                 if attempt == ticket.attempt:
                     ticket.given_up(reason)
-            case PrefillPlaced(reason):
+            case Placed(reason):
                 failure = self._placed(reason)
             case Rearmed(attempt, tokens_held):
                 if attempt == ticket.attempt:
@@ -117,7 +130,35 @@ class Follower:
         self._in_order()
         if failure is None and self._ended is not None and self._down is not None and not self._has_first:
             return replace(self._down, counted=True)  # the one token that nobody can tell any more
+        if failure is None:
+            self._consider_leaving()
+        elif self._leaving.drains:
+            self._run.measure.handed_off(HandOff.REPLAYED)
         return failure
+
+    # Leaving a decode worker that is going to stop.
+
+    def _consider_leaving(self) -> None:
+        """Once it decodes, and nothing of it is on the way."""
+        over = self._ended is not None or self._run.answer.ending is not None
+        if self._leaving.drains and self._ready and self._has_first and self._down is None and not over:
+            self._leaving.consider(self._ticket)
+
+    def _take_new(self, stamp: int, ticket: Ticket, event: Event) -> Failure | None:
+        """Take in what happened to the ticket that is to take over; where its KV is complete, follow it from now on."""
+        if self._leaving.take_new(event):
+            self._ticket = ticket
+            if isinstance(event, Ready):
+                self._on_ready(stamp, event.kv_bytes)
+        return self._in_vain()
+
+    def _in_vain(self) -> Failure | None:
+        """Why the try is over, where a move failed that had gone too far; where it had not, another may begin."""
+        if not self._leaving.vain:
+            self._consider_leaving()
+            return None
+        self._run.measure.handed_off(HandOff.REPLAYED)
+        return Failure(self._leaving.vain, worker=self._ticket.assignment.decode)
 
     @property
     def _has_first(self) -> bool:
@@ -144,7 +185,7 @@ class Follower:
         if self._patient_until is None or not failure.refused:
             self._patient_until = now + REARM_PATIENCE
         until = self._patient_until
-        ticket.place_prefill(lambda: run.place_prefill(failure, decode, until))
+        ticket.place(lambda: run.place_prefill(failure, decode, until))
         return None
 
     def _placed(self, problem: str) -> Failure | None:
@@ -210,6 +251,7 @@ class Follower:
             self._next += 1
             run.answer.add(token)
             run.timeline.token(stamp, run.new_tokens, took)
+            self._leaving.token(self._next - 1)
         if run.answer.ending is None and self._ended is not None and not self._early and self._has_first:
             run.answer.ended_by_worker(self._ended)
 

@@ -8,6 +8,7 @@ import grpc
 
 from pdserve.core.errors import InvalidRequest
 from pdserve.core.slo import Outcome, SloTargets, judge
+from pdserve.policy.draining import HandOff
 from pdserve.policy.fleet import Target
 from pdserve.policy.limits import Limit
 from pdserve.policy.routing import Decision
@@ -84,6 +85,16 @@ class Measure:
         """Its reservation goes on with another prefill worker."""
         for meter in self._meters:
             meter.rearmed(self._model)
+
+    def handed_off(self, outcome: HandOff) -> None:
+        """What became of it on a decode worker that drains."""
+        for meter in self._meters:
+            meter.handed_off(self._model, outcome)
+
+    def hand_off_gap(self, seconds: float) -> None:
+        """It goes on at another decode worker, so long after its latest token."""
+        for meter in self._meters:
+            meter.hand_off_gap(self._model, seconds)
 
     def _decided(self, decision: Decision) -> None:
         for meter in self._meters:

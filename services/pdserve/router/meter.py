@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.core.slo import Outcome, Verdict
+from pdserve.policy.draining import HandOff
 from pdserve.policy.fleet import Target
 from pdserve.policy.limits import Limit
 from pdserve.policy.routing import Decision
@@ -64,6 +65,12 @@ class Meter:
 
     def rearmed(self, model: str) -> None:
         """A reservation goes on with another prefill worker."""
+
+    def handed_off(self, model: str, outcome: HandOff) -> None:
+        """What became of a sequence on a decode worker that drains: at each try at moving it, and where it stays."""
+
+    def hand_off_gap(self, model: str, seconds: float) -> None:
+        """From the latest token on one decode worker to the first on the one that took over."""
 
     def rejected(self, code: str) -> None:
         """A request ended, with that status code, before it was known which served model it is for."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from pdserve.core.slo import SloTargets
+from pdserve.policy.draining import HandOff
 from pdserve.policy.fleet import Role, Target
 from pdserve.policy.limits import Limit
 from pdserve.policy.routing import Decision
@@ -76,6 +77,12 @@ class RouterMetrics(Meter):
 
     def rearmed(self, model: str) -> None:
         self._of[model].rearms.inc()
+
+    def handed_off(self, model: str, outcome: HandOff) -> None:
+        self._of[model].hand_offs[outcome].inc()
+
+    def hand_off_gap(self, model: str, seconds: float) -> None:
+        self._of[model].hand_off_gap.observe(seconds)
 
     def rejected(self, code: str) -> None:
         self._families.requests.labels("", ERRORS[code]).inc()

@@ -17,6 +17,7 @@ import structlog
 
 from pdserve.core.errors import Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
+from pdserve.policy.draining import Leave
 from pdserve.router.answer import Answer
 from pdserve.router.assignment import Assignment
 from pdserve.router.dispatch import Dispatcher
@@ -59,6 +60,7 @@ class RequestRun:
         queue_deadline: float,
         max_replays: int,
         max_worker_deaths: int,
+        leave_rule: Leave = Leave.NEEDED,
         measure: Measure,
         traceparent: str = "",
         wishes: Wishes,
@@ -75,6 +77,7 @@ class RequestRun:
         self._queue_deadline = queue_deadline
         self._max_replays = max_replays
         self._max_worker_deaths = max_worker_deaths
+        self.leave_rule = leave_rule
         self._traceparent = traceparent
         self._wishes = wishes
         self._refusals, self._account = Refusals(), Account()
@@ -111,6 +114,11 @@ class RequestRun:
         """Of the answer, those that this run has added to what the client had."""
         return self.answer.num_tokens - len(self._resolved.resumed)
 
+    @property
+    def remaining(self) -> int:
+        """How many more tokens the answer may have."""
+        return self._resolved.spec.params.max_tokens - self.answer.num_tokens
+
     async def _resume(self) -> None:
         """Take up what the client has of the answer. Raises InvalidRequest."""
         tokens = self._resolved.resumed
@@ -132,12 +140,12 @@ class RequestRun:
                 self.count(failure)
             await self._back_off(failure)
 
-    async def _waiting(self, decode: str | None = None) -> Waiting:
+    async def _waiting(self, decode: str | None = None, leaves: str | None = None) -> Waiting:
         resolved, tokens = self._resolved, tuple(self.answer.token_ids)
         return Waiting(
             model=resolved.model,
             tokens=len(tokens),
-            remaining=resolved.spec.params.max_tokens - self.answer.num_tokens,
+            remaining=self.remaining,
             priority=resolved.spec.priority,
             replay=self._tries > 0,
             resumed=bool(resolved.resumed),
@@ -149,6 +157,7 @@ class RequestRun:
             account=self._account,
             log=self.measure.decisions,
             decode=decode,
+            leaves=leaves,
         )
 
     async def _try(self, assignment: Assignment) -> Failure | None:
@@ -159,7 +168,11 @@ class RequestRun:
             async with Ticket(assignment, self.spec()) as ticket:
                 handover = assignment.prefill is not None and assignment.decode is not None
                 self.timeline.dispatch(ticket.started, handover=handover)
-                return await Follower(self, ticket).follow()
+                follower = Follower(self, ticket)
+                try:
+                    return await follower.follow()
+                finally:
+                    await follower.end()
         finally:
             assignment.release()
 
@@ -178,6 +191,12 @@ class RequestRun:
         waiting = await self._waiting(decode.worker_id)
         return await self._place(waiting, min(until, self._queue_deadline))
 
+    async def place_move(self, leaving: Worker, until: float) -> Assignment:
+        """Wait in the queue, up to `until`, for another decode worker to go on with what runs on `leaving`. Raises
+        NoCapacity."""
+        waiting = await self._waiting(leaves=leaving.worker_id)
+        return await self._place(waiting, min(until, self._queue_deadline))
+
     async def _place(self, waiting: Waiting, until: float) -> Assignment:
         began = self._now()
         assignment = await self._dispatcher.place(waiting, until - began)
@@ -186,6 +205,14 @@ class RequestRun:
             if worker is not None:
                 self.measure.workers[worker.worker_id] = None
         return assignment
+
+    def avoid(self, worker: Worker) -> None:
+        """Keep away from a worker for a moment that did not take it over."""
+        self._dispatcher.refused(self._refusals, worker)
+
+    def trace_move(self, began: int, attributes: dict[str, str | int], problem: str) -> None:
+        """A span for a move, from its wall-clock beginning, in nanoseconds, until now."""
+        record_span(names.SPAN_HAND_OFF, began, time.time_ns(), self._traceparent, attributes, problem)
 
     def count(self, failure: Failure) -> None:
         """Count a failure, and see to it that what follows is not the same again. Raises Unavailable after too many."""

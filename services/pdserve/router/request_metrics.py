@@ -8,6 +8,7 @@ import grpc
 
 from pdserve.core.slo import Outcome, Verdict
 from pdserve.policy.disaggregation import Local
+from pdserve.policy.draining import HandOff
 from pdserve.policy.fleet import Target
 from pdserve.policy.limits import Limit
 from pdserve.policy.routing import Decision, Kind
@@ -64,6 +65,16 @@ class RequestMetrics:
         self.replays = total("request_replays_total", "Tries that began after one that failed; rearms are none.")
         self.rearms = total("request_rearms_total", "Reservations that went on with another prefill worker.")
         self.refusals = total("request_refusals_total", "Placements that a worker had no room for after all.")
+        self.hand_offs = count(
+            registry,
+            "request_hand_offs_total",
+            "Running sequences of decode workers that drain: moved, stayed as the policy says, no_room elsewhere, "
+            "refused or failed (tried again, or it stays), or replayed since the worker was gone first.",
+            ["model_name", "outcome"],
+        )
+        self.hand_off_gap = timed(
+            "hand_off_gap_seconds", "From the last token on a draining worker to the first elsewhere.", GAP_BUCKETS
+        )
         self.rejected = count(
             registry,
             "requests_rejected_total",
@@ -139,6 +150,8 @@ class ModelMetrics:
         self._replays = families.replays.labels(model)
         self.queue = families.queue.labels(model)
         self.rearms, self.refusals = families.rearms.labels(model), families.refusals.labels(model)
+        self.hand_offs = {outcome: families.hand_offs.labels(model, outcome.value) for outcome in HandOff}
+        self.hand_off_gap = families.hand_off_gap.labels(model)
         self.turned_away: dict[Limit | Target, Counter] = {
             why: families.rejected.labels(model, why.value) for why in (*Limit, *Target)
         }

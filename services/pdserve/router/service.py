@@ -165,6 +165,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         queue_deadline=deadline - min(_ANSWER_MAX, _ANSWER_SHARE * seconds),
                         max_replays=self._settings.max_replays,
                         max_worker_deaths=self._settings.max_worker_deaths,
+                        leave_rule=self._settings.rules.leave_rule,
                         measure=measure,
                         traceparent=traceparent,
                         wishes=wishes,

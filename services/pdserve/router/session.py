@@ -11,7 +11,10 @@ from pdserve.core.sequence import SequenceSpec
 from pdserve.router.events import (
     AlreadyReady,
     AttemptFailed,
+    Detached,
+    Draining,
     Ended,
+    HandOffFailed,
     Lost,
     NewToken,
     Ready,
@@ -39,6 +42,7 @@ class DecodeSession:
         self._sinks: dict[str, Sink] = {}
         self._commands: asyncio.Queue[decode_pb2.SessionRequest] = asyncio.Queue()
         self._closed: str | None = None
+        self._draining = False
 
     async def open(self) -> None:
         """Greet the worker. Raises Unavailable or grpc's error."""
@@ -75,10 +79,32 @@ class DecodeSession:
         )
         self._commands.put_nowait(decode_pb2.SessionRequest(rearm=rearm))
 
+    def hand_off(self, ticket: str, new_ticket: str, attempt: int, worker_id: str, endpoint: str, tokens: int) -> None:
+        """Have a running sequence moved to another worker, which has reserved it as `new_ticket`: Detached or
+        HandOffFailed will follow, or the ticket's end."""
+        if ticket not in self._sinks:
+            return
+        hand_off = decode_pb2.HandOff(
+            ticket=ticket,
+            new_ticket=new_ticket,
+            attempt=attempt,
+            decode_worker_id=worker_id,
+            decode_endpoint=endpoint,
+            tokens=tokens,
+        )
+        self._commands.put_nowait(decode_pb2.SessionRequest(hand_off=hand_off))
+
+    def call_off(self, ticket: str, new_ticket: str) -> None:
+        """Have a sequence that is being moved go on where it is. No event follows."""
+        if ticket in self._sinks:
+            called_off = decode_pb2.CallOff(ticket=ticket, new_ticket=new_ticket)
+            self._commands.put_nowait(decode_pb2.SessionRequest(call_off=called_off))
+
     def cancel(self, ticket: str) -> None:
         """End a ticket, if it has not ended. No event follows."""
         if self._sinks.pop(ticket, None) is not None and self._closed is None:
             self._commands.put_nowait(decode_pb2.SessionRequest(cancel=decode_pb2.Cancel(ticket=ticket)))
+            self._settle()
 
     def close(self, reason: str) -> None:
         """End the stream and every ticket on it. May be called again."""
@@ -114,6 +140,17 @@ class DecodeSession:
                 case "already_ready":
                     already = response.already_ready
                     self._tell(already.ticket, AlreadyReady(already.attempt, already.first_token))
+                case "draining":
+                    self._draining = True
+                    for ticket in list(self._sinks):
+                        self._tell(ticket, Draining(response.draining.remaining_ms / 1e3))
+                    self._settle()
+                case "detached":
+                    detached = response.detached
+                    self._tell(detached.ticket, Detached(detached.new_ticket, detached.tokens))
+                case "hand_off_failed":
+                    stays = response.hand_off_failed
+                    self._tell(stays.ticket, HandOffFailed(stays.new_ticket, stays.reason))
         raise Unavailable("the decode worker ended the session")
 
     def _step(self, step: decode_pb2.Step) -> None:
@@ -124,6 +161,13 @@ class DecodeSession:
             reason = end_reason_from_proto(end.reason)
             if sink is not None and reason is not None:
                 sink(Ended(reason, end.detail))
+        if step.ends:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Let a worker that drains know when nobody waits for its word any more."""
+        if self._draining and not self._sinks:
+            self._commands.put_nowait(decode_pb2.SessionRequest(settled=decode_pb2.Settled()))
 
     def _tell(self, ticket: str, event: SessionEvent) -> None:
         # Tickets that were cancelled may still be spoken of for a while.

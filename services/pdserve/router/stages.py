@@ -76,6 +76,11 @@ class Timeline(Stamps):
         return 0.0 if self.sending or not self.first else max(0, time.monotonic_ns() - self._latest) / 1e9
 
     @property
+    def latest(self) -> int:
+        """When the latest token came, monotonic nanoseconds; 0: none did."""
+        return self._latest
+
+    @property
     def tokens(self) -> int:
         """How many there were so far."""
         return len(self.gaps) + bool(self.first)

@@ -18,13 +18,25 @@ from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.sequence import SequenceSpec
 from pdserve.router.assignment import Assignment
 from pdserve.router.attempt import run_prefill
-from pdserve.router.events import Ended, Event, Lost, NewToken, PrefillFailed, PrefillPlaced, Reserved
+from pdserve.router.events import (
+    AlreadyReady,
+    AttemptFailed,
+    Ended,
+    Event,
+    Lost,
+    NewToken,
+    Placed,
+    PrefillFailed,
+    Ready,
+    Rearmed,
+    Reserved,
+)
 from pdserve.rpc.convert import spec_to_proto
 from pdserve.v1 import prefill_pb2
 
 log = structlog.get_logger(__name__)
 
-Stamped = tuple[int, Event]
+Stamped = tuple[int, "Ticket", Event]
 # Seconds that a prefill call has to end by itself once the decode worker has given its attempt up: it may have the
 # answer's only token, or knows why. One that hangs is taken for failed then.
 FAREWELL = 0.25
@@ -38,9 +50,12 @@ class Ticket:
 
     Events are stamped (monotonic nanoseconds) as they come, since whoever reads them may be held up by a slow client.
     Their number is bounded by what the sequence may still produce; a worker that sends more loses the ticket.
+
+    A ticket that takes over `leaving`, which runs on another decode worker, gets its KV from there, and both tell their
+    events in one queue.
     """
 
-    def __init__(self, assignment: Assignment, spec: SequenceSpec) -> None:
+    def __init__(self, assignment: Assignment, spec: SequenceSpec, leaving: Ticket | None = None) -> None:
         self.id = secrets.token_hex(16)
         self.assignment = assignment
         self.started = time.monotonic_ns()
@@ -48,14 +63,16 @@ class Ticket:
         self._spec = spec
         # By attempt: how many tokens were given, and to which prefill worker.
         self._given = {1: len(spec.token_ids)}
-        self._prefill_ids = {1: assignment.prefill.worker_id if assignment.prefill else ""}
-        self._events: asyncio.Queue[Stamped] = asyncio.Queue()
+        source = leaving.assignment.decode if leaving is not None else assignment.prefill
+        self._prefill_ids = {1: source.worker_id if source else ""}
+        self._events: asyncio.Queue[Stamped] = asyncio.Queue() if leaving is None else leaving._events
         self._room = spec.params.max_tokens + spec.prompt_len - len(spec.token_ids) + 1
         self._tasks: set[asyncio.Task[None]] = set()
         self._prefill: asyncio.Task[None] | None = None
         self._placing: asyncio.Task[None] | None = None
         self._placed: Assignment | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._answers: tuple[type[Event], ...] = ()
         # At assignment time the workers were connected; what they are now may be another connection.
         self._session = assignment.decode.session if assignment.decode else None
         self._channel = assignment.prefill.channel if assignment.prefill else None
@@ -67,10 +84,18 @@ class Ticket:
 
     @property
     def prefill_worker_id(self) -> str:
-        """The attempt's prefill worker; empty where there is none."""
+        """The worker whose KV the attempt brings; empty where there is none."""
         return self._prefill_ids[self.attempt]
 
     async def __aenter__(self) -> Self:
+        self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.leave()
+
+    def open(self) -> None:
+        """What entering does."""
         decode = self.assignment.decode
         if decode is not None:
             if self._session is None:
@@ -79,20 +104,24 @@ class Ticket:
                 self._session.submit(self.id, self.attempt, self._spec, self.prefill_worker_id, self._put)
         if self.assignment.prefill is not None:
             self._start_prefill()
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """What leaving does, without waiting for its tasks. May be called again."""
         if self._session is not None:
             self._session.cancel(self.id)
         self.stop_placing()
         self._end_prefill()
         self.assignment.release()
+
+    async def leave(self) -> None:
+        """Close, and see its tasks end."""
+        self.close()
         # Their ends are local: calls are cancelled, nobody is waited for.
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.stop_placing()
 
     async def next_events(self) -> list[Stamped]:
-        """All events there are, at least one, in order."""
+        """All events there are, at least one, in order, each with the ticket that it is about."""
         events = [await self._events.get()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
@@ -103,12 +132,12 @@ class Ticket:
         failed."""
         self._after(FAREWELL, PrefillFailed(self.attempt, Unavailable(reason)))
 
-    def place_prefill(self, place: Callable[[], Awaitable[Assignment]]) -> None:
-        """Find a prefill worker for the next attempt; PrefillPlaced tells what came of it."""
+    def place(self, place: Callable[[], Awaitable[Assignment]]) -> None:
+        """Find a worker to go on with; Placed tells what came of it."""
         self._placing = self._spawn(self._place(place), "place")
 
     def stop_placing(self) -> None:
-        """Look for no other prefill worker, and let go of one that was found. May be called again."""
+        """Look for no other worker, and let go of one that was found. May be called again."""
         if self._placing is not None:
             self._placing.cancel()
             self._placing = None
@@ -116,15 +145,35 @@ class Ticket:
             self._placed.release()
             self._placed = None
 
+    def take_placed(self) -> Assignment | None:
+        """The worker that was found, if there is one; the caller must release it."""
+        placed, self._placed = self._placed, None
+        return placed
+
+    def hand_off(self, other: Ticket, tokens: int) -> None:
+        """Have the decode worker send its first `tokens` tokens' KV to the one of `other`, and then the rest."""
+        decode = other.assignment.decode
+        if self._session is not None and decode is not None and decode.snapshot is not None:
+            endpoint = decode.snapshot.endpoint
+            self._session.hand_off(self.id, other.id, other.attempt, decode.worker_id, endpoint, tokens)
+
+    def call_off(self, other: Ticket) -> None:
+        """Have the decode worker go on with it."""
+        if self._session is not None:
+            self._session.call_off(self.id, other.id)
+
+    def expect(self, seconds: float | None, what: str = "") -> None:
+        """Take the ticket for lost unless `what` comes in time. None: it came."""
+        self._after(seconds, Lost(f"{what} did not come within {seconds} s"), (Ready, AttemptFailed, Ended))
+
     def rearm(self, spec: SequenceSpec) -> None:
         """Ask the decode worker for the next attempt at `spec`, by the prefill worker that was found.
 
         Where none was looked for, since the KV is complete, the answer will be AlreadyReady.
         """
         self._end_prefill()
-        worker_id, found = self.prefill_worker_id, self._placed
+        worker_id, found = self.prefill_worker_id, self.take_placed()
         if found is not None and found.prefill is not None:
-            self._placed = None
             self.assignment.replace_prefill(found)
             worker_id, self._channel = found.prefill.worker_id, found.prefill.channel
         self.attempt += 1
@@ -133,7 +182,8 @@ class Ticket:
         self._prefill_ids[self.attempt] = worker_id
         if self._session is not None:
             self._session.rearm(self.id, self.attempt, spec, worker_id)
-        self._after(ANSWER, Lost(f"the decode worker did not answer a Rearm within {ANSWER} s"))
+        lost = Lost(f"the decode worker did not answer a Rearm within {ANSWER} s")
+        self._after(ANSWER, lost, (Rearmed, AlreadyReady, Ended))
 
     def rearmed(self, tokens_held: int) -> None:
         """The decode worker agreed, and has that many leading tokens: from now on the attempt may be sent."""
@@ -171,6 +221,8 @@ class Ticket:
 
     def _put(self, event: Event) -> None:
         """Take an event, from the session's reader: never waits."""
+        if isinstance(event, self._answers):
+            self._after(None)  # here, since whoever reads may be late
         decode_entry = self.assignment.decode_entry
         if isinstance(event, NewToken):
             self._room -= 1
@@ -182,23 +234,25 @@ class Ticket:
             decode_entry.settled()
         elif isinstance(event, Ended | Lost) and decode_entry is not None:
             decode_entry.close()
-        self._events.put_nowait((time.monotonic_ns(), event))
+        self._events.put_nowait((time.monotonic_ns(), self, event))
 
     async def _place(self, place: Callable[[], Awaitable[Assignment]]) -> None:
         try:
             self._placed = await place()
-            self._put(PrefillPlaced())
+            self._put(Placed())
         except PdserveError as error:
-            self._put(PrefillPlaced(str(error)))
+            self._put(Placed(str(error)))
         except Exception as error:  # a bug must not leave the request waiting for its deadline
             log.error("placing_failed", error=repr(error), exc_info=error)
-            self._put(PrefillPlaced(repr(error)))
+            self._put(Placed(repr(error)))
 
-    def _after(self, seconds: float | None, event: Event | None = None) -> None:
-        """Put `event` in some seconds, unless called again before: one thing at a time is waited for."""
+    def _after(self, seconds: float | None, event: Event | None = None, answers: tuple[type[Event], ...] = ()) -> None:
+        """Put `event` in some seconds, unless one of `answers` comes, or this is called again, before: one thing at a
+        time is waited for."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._answers = answers
         if seconds is not None and event is not None:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._put, event)
 

@@ -69,10 +69,11 @@ def fresh_class(priority: int) -> Rank:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One sequence that wants to be placed. `hashes` are its block hashes for each layout in the fleet; `decode` is the
-    decode worker that holds a reservation for it, where only a prefill worker is wanted. `resumed`: another router
-    began its answer. `arrived` is the loop's time; `arrival` numbers requests in that order. `expected` is how long
-    answers were when it came; 0: not known."""
+    """One sequence that wants to be placed. `hashes` are its block hashes for each layout in the fleet. `decode` is the
+    decode worker that holds a reservation for it, where only a prefill worker is wanted; `leaves` is the one that it
+    runs on and has to leave, where only another decode worker is. `resumed`: another router began its answer. `arrived`
+    is the loop's time; `arrival` numbers requests in that order. `expected` is how long answers were when it came; 0:
+    not known."""
 
     model: ServedModel
     tokens: int
@@ -87,6 +88,7 @@ class Waiting:
     account: Account = field(default_factory=Account)
     log: DecisionLog = field(default_factory=DecisionLog)
     decode: str | None = None
+    leaves: str | None = None
     resumed: bool = False
     reason: str = "not looked at yet"
     expected: int = 0
@@ -95,10 +97,10 @@ class Waiting:
 
     @property
     def rank(self) -> Rank:
-        """First out first. Classes: who holds a reservation (others may wait for that room), then by priority. Within
+        """First out first. Classes: who holds pages (others may wait for that room), then by priority. Within
         one and the same tenant's: who goes on (it holds up an answer that somebody reads), then who is due first."""
         due = self.arrived + self.wishes.targets.ttft
-        return (self.decode is None, -self.priority), not (self.replay or self.resumed), due, self.arrival
+        return (not (self.decode or self.leaves), -self.priority), not (self.replay or self.resumed), due, self.arrival
 
     @property
     def charge(self) -> int:
@@ -116,9 +118,11 @@ class Waiting:
 
     @property
     def terms(self) -> Terms | None:
-        """What it insists on: short gaps, or to fill the reservation that it has."""
+        """What it insists on: short gaps, or to go on with the pages that it has."""
         if self.decode is not None:
             return Terms(("decode", self.decode), 0.0)
+        if self.leaves is not None:
+            return Terms(("leaves", self.leaves), 0.0)
         if Target.ITL in self.wishes.stated:
             return Terms(("tenant", self.wishes.tenant), self.wishes.targets.itl)
         return None

@@ -9,7 +9,8 @@ from pdserve.core.sampling import SamplingParams
 
 
 class EndReason(StrEnum):
-    """Why a worker is done with a sequence. STOP and LENGTH end the answer; the others end only this try of it."""
+    """Why a worker is done with a sequence. STOP and LENGTH end the answer; HANDED_OFF goes on with it elsewhere; the
+    others end only this try of it."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -21,6 +22,7 @@ class EndReason(StrEnum):
     DRAINING = "draining"
     INVALID = "invalid"
     INTERNAL = "internal"
+    HANDED_OFF = "handed_off"
 
     @property
     def answer_complete(self) -> bool:

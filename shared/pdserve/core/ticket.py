@@ -18,7 +18,7 @@ class TicketState(StrEnum):
     RECEIVING = "receiving"  # the live attempt's peer fills the pages
     READY = "ready"  # all KV of the input is in its pages
     DECODING = "decoding"
-    HANDING_OFF = "handing_off"
+    HANDING_OFF = "handing_off"  # made its last token here; another decode worker takes over, or it goes on
     DONE = "done"
     PREEMPTED = "preempted"
     CANCELLED = "cancelled"
@@ -64,6 +64,7 @@ MOVES: dict[TicketState, dict[TicketEvent, TicketState]] = {
 _ENDINGS = {
     EndReason.STOP: _E.FINISH,
     EndReason.LENGTH: _E.FINISH,
+    EndReason.HANDED_OFF: _E.FINISH,
     EndReason.PREEMPTED: _E.PREEMPT,
     EndReason.CANCELLED: _E.CANCEL,
     EndReason.DEADLINE: _E.CANCEL,

@@ -109,6 +109,18 @@ class Engine:
         sequence, _ = self._require(ticket)
         self.scheduler.set_phase(sequence, Phase.CLOSING)
 
+    def detach(self, ticket: str) -> EngineSequence:
+        """Take a running sequence out of the batch between two steps: it keeps its pages, which hold KV of all its
+        tokens but the last."""
+        sequence, _ = self._require(ticket)
+        self.scheduler.set_phase(sequence, Phase.SENDING_KV)
+        return sequence
+
+    def resume(self, ticket: str) -> None:
+        """Let a sequence that was detached run on."""
+        sequence, _ = self._require(ticket)
+        self.scheduler.set_phase(sequence, Phase.RUNNING)
+
     def finish(self, ticket: str, reason: EndReason | None, detail: str = "") -> None:
         """Release a sequence's pages and say why (None: that was said). Nobody may read or write them any more."""
         sequence, _ = self._require(ticket)

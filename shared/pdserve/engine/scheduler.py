@@ -26,7 +26,7 @@ class Phase(StrEnum):
 
     RUNNING = "running"  # computes in steps
     AWAITING_KV = "awaiting_kv"  # its pages are being filled by a prefill worker
-    SENDING_KV = "sending_kv"  # computed; its pages are read by a link until the decode worker took over
+    SENDING_KV = "sending_kv"  # computed; its pages are read by a link until a decode worker took over
     CLOSING = "closing"  # over; a link still has to let go of its pages
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pdserve.policy.draining import Leave
 from pdserve.policy.fleet import FleetView, PlacementRequest, WorkerView
 
 
@@ -45,6 +46,7 @@ class Rules:
     no_worker: NoWorker = NoWorker.WAIT
     no_worker_seconds: float = 30.0
     max_priority: int = 0
+    leave_rule: Leave = Leave.NEEDED
 
 
 @dataclass(frozen=True, slots=True)

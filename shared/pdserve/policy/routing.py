@@ -114,6 +114,23 @@ def choose_prefill(view: FleetView, request: PlacementRequest, decode: str, rule
     return Decision(Kind.REMOTE, _say(found, rules), found[0].prefill, None, tuple(found[:SHOWN]), len(found))
 
 
+def choose_decode(view: FleetView, request: PlacementRequest, leaving: str) -> Decision:
+    """Decide for a sequence that runs on the worker `leaving`, which is going to stop: who goes on with it. Its KV
+    comes from there. Changes nothing. Others need not wait with it where nobody can."""
+    worker = view.index.get(leaving)
+    if worker is None:
+        return Decision(Kind.WAIT, f"decode worker {leaving} is gone", lets_pass=True)
+    peers = [peer for peer in view.decode if peer.layout == worker.layout and peer.usable and peer is not worker]
+    if not peers:
+        return Decision(Kind.WAIT, f"no decode worker is up that {leaving} could hand it to", lets_pass=True)
+    found = _decodes(replace(view, decode=tuple(peers)), request)
+    if not found:
+        return Decision(Kind.WAIT, "no decode worker has room", lets_pass=True)
+    best = found[0]
+    reason = f"its KV comes from {leaving}, which drains; then {1e3 * best.gap:.1f} ms a token"
+    return Decision(Kind.REMOTE, reason, None, best.worker.worker_id, (), len(found))
+
+
 def _prefill_only(view: FleetView, request: PlacementRequest) -> Decision:
     """Where some prefill worker is up."""
     prefills = _accepting(_prefills(view, request))

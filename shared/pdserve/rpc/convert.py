@@ -37,6 +37,7 @@ _END_REASONS: dict[EndReason, sequence_pb2.EndReason.ValueType] = {
     EndReason.DRAINING: sequence_pb2.END_REASON_DRAINING,
     EndReason.INVALID: sequence_pb2.END_REASON_INVALID,
     EndReason.INTERNAL: sequence_pb2.END_REASON_INTERNAL,
+    EndReason.HANDED_OFF: sequence_pb2.END_REASON_HANDED_OFF,
 }
 _FROM_END_REASONS = {value: reason for reason, value in _END_REASONS.items()}
 

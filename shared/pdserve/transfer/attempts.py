@@ -42,6 +42,7 @@ class Outgoing(Attempt):
     granted: bool = False
     held: int = 0  # leading tokens that the peer has, once granted
     tells_grant: bool = False  # whether the engine loop is to hear of the grant
+    tells_landed: bool = False  # whether it is still to hear that all tokens have landed
     unseen: int = 0  # bytes computed since the sender was last woken for it
     frames: int = 0
     kv_bytes: int = 0

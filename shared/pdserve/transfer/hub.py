@@ -143,14 +143,15 @@ class LinkHub:
         slots: torch.Tensor | Sequence[int],
         num_tokens: int,
         tells_grant: bool = False,
+        tells_landed: bool = False,
     ) -> None:
         """Send `num_tokens` tokens' KV to `peer`, once it grants them and as they are computed.
 
         `slots` is each token's page slot. The pages must stay until SendCommitted, SendFailed or SendStopped. Where
-        there is no link it is waited for. `tells_grant`: the grant is told as Granted. Raises IntegrityError for a
-        ticket that is being sent already.
+        there is no link it is waited for. `tells_grant`: the grant is told as Granted; `tells_landed`: SendLanded comes
+        when all tokens have landed. Raises IntegrityError for a ticket that is being sent already.
         """
-        self._sends.start(ticket, attempt, peer, slots, num_tokens, tells_grant)
+        self._sends.start(ticket, attempt, peer, slots, num_tokens, tells_grant, tells_landed)
 
     def advance(self, tickets: Sequence[tuple[str, int]], layer: int) -> None:
         """Say how many tokens of each ticket have their KV of `layer` now (on a GPU: after the work queued so far).

@@ -121,6 +121,13 @@ class Granted(msgspec.Struct, frozen=True):
     tokens_held: int
 
 
+class SendLanded(msgspec.Struct, frozen=True):
+    """Sending side: all tokens of the attempt have landed. The pages are not free: the attempt is not over."""
+
+    ticket: str
+    kv_bytes: int
+
+
 class PullWanted(msgspec.Struct, frozen=True):
     """Decode side: the prefill worker granted a pull, tokens [start, end) of what this worker holds of a ticket."""
 
@@ -131,7 +138,9 @@ class PullWanted(msgspec.Struct, frozen=True):
     end: int
 
 
-TransferEvent = KvReady | ReceiveFailed | Revoked | SendCommitted | SendFailed | SendStopped | Granted | PullWanted
+TransferEvent = (
+    KvReady | ReceiveFailed | Revoked | SendCommitted | SendFailed | SendStopped | SendLanded | Granted | PullWanted
+)
 
 PULL_SUFFIX = "/pull"
 
@@ -188,3 +197,5 @@ class TransferReport(msgspec.Struct, frozen=True):
     rearms: int = 0
     pulled_tokens: int = 0
     pulls_given_up: int = 0
+    handed_off: int = 0  # running sequences that another decode worker took over, and the KV bytes that this took
+    handed_off_bytes: int = 0

@@ -12,7 +12,7 @@ import torch
 from pdserve.policy.transfer_plan import DeficitRoundRobin, Frame, Wire, next_frame
 from pdserve.transfer.attempts import Outgoing
 from pdserve.transfer.common import Common
-from pdserve.transfer.messages import Announce, Commit, ControlMessage
+from pdserve.transfer.messages import Announce, Commit, ControlMessage, SendLanded
 from pdserve.transfer.pages import PageMover, checksum
 from pdserve.transfer.probe import PROBE_TICKET, Done, Probe, default_sizes
 from pdserve.transfer.transport import Transport, Work
@@ -69,6 +69,7 @@ class Sender:
                     self._next_probe()
             else:
                 owner.in_flight -= landed
+                self.settle(owner)
         self._changed.notify()
 
     def probe(self, sizes: Sequence[int], bytes_per_size: int, done: Done) -> None:
@@ -96,8 +97,14 @@ class Sender:
         self._turns.remove(ticket)
 
     def settle(self, out: Outgoing) -> None:
-        """Commit an attempt if all its frames were announced and its first token is known."""
-        if out.granted and not out.committed and out.first_token is not None and min(out.sent) == out.end:
+        """Commit an attempt if all its frames were announced and its first token is known; tell that they have landed
+        where that is to be told."""
+        if out.over or not out.granted or min(out.sent) != out.end:
+            return
+        if out.tells_landed and not out.in_flight:
+            out.tells_landed = False
+            self._common.notify(SendLanded(out.ticket, out.kv_bytes))
+        if not out.committed and out.first_token is not None:
             out.committed = True
             self._turns.remove(out.ticket)
             self._post(Commit(out.ticket, out.attempt, out.frames, out.first_token))

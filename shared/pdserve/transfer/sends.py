@@ -45,6 +45,7 @@ class Sends:
         slots: torch.Tensor | Sequence[int],
         num_tokens: int,
         tells_grant: bool = False,
+        tells_landed: bool = False,
     ) -> None:
         common = self._common
         layers = common.layout.num_layers
@@ -58,6 +59,7 @@ class Sends:
             sent=[0] * layers,
             events=[None] * layers,
             tells_grant=tells_grant,
+            tells_landed=tells_landed,
         )
         with common.lock:
             if common.outgoing.get(ticket) is not None:

@@ -26,7 +26,7 @@ from pdserve.v1 import sequence_pb2 as pdserve_dot_v1_dot_sequence__pb2
 from pdserve.v1 import worker_pb2 as pdserve_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x19pdserve/v1/sequence.proto\x1a\x17pdserve/v1/worker.proto\"M\n\x0cSessionHello\x12*\n\x08protocol\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.VersionRange\x12\x11\n\trouter_id\x18\x02 \x01(\t\"p\n\x06Submit\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12*\n\x08sequence\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x19\n\x11prefill_worker_id\x18\x04 \x01(\t\"o\n\x05Rearm\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x19\n\x11prefill_worker_id\x18\x03 \x01(\t\x12*\n\x08sequence\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06ticket\x18\x01 \x01(\t\"\xb6\x01\n\x0eSessionRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.SessionHelloH\x00\x12$\n\x06submit\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.SubmitH\x00\x12$\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x12\"\n\x05rearm\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.RearmH\x00\x42\t\n\x07\x63ommand\"R\n\x0eSessionWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"@\n\x08Reserved\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btokens_held\x18\x03 \x01(\r\":\n\x05Ready\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\"@\n\rAttemptFailed\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"?\n\x07Rearmed\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btokens_held\x18\x03 \x01(\r\"D\n\x0c\x41lreadyReady\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\"L\n\x03\x45nd\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12%\n\x06reason\x18\x02 \x01(\x0e\x32\x15.pdserve.v1.EndReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"m\n\x04Step\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12%\n\x06tokens\x18\x02 \x03(\x0b\x32\x15.pdserve.v1.StepToken\x12\x1d\n\x04\x65nds\x18\x03 \x03(\x0b\x32\x0f.pdserve.v1.End\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xc9\x02\n\x0fSessionResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.SessionWelcomeH\x00\x12(\n\x08reserved\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.ReservedH\x00\x12\"\n\x05ready\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.ReadyH\x00\x12 \n\x04step\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.StepH\x00\x12\x33\n\x0e\x61ttempt_failed\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.AttemptFailedH\x00\x12&\n\x07rearmed\x18\x06 \x01(\x0b\x32\x13.pdserve.v1.RearmedH\x00\x12\x31\n\ralready_ready\x18\x07 \x01(\x0b\x32\x18.pdserve.v1.AlreadyReadyH\x00\x42\x07\n\x05\x65vent2W\n\rDecodeService\x12\x46\n\x07Session\x12\x1a.pdserve.v1.SessionRequest\x1a\x1b.pdserve.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/decode.proto\x12\npdserve.v1\x1a\x19pdserve/v1/sequence.proto\x1a\x17pdserve/v1/worker.proto\"M\n\x0cSessionHello\x12*\n\x08protocol\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.VersionRange\x12\x11\n\trouter_id\x18\x02 \x01(\t\"p\n\x06Submit\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12*\n\x08sequence\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x19\n\x11prefill_worker_id\x18\x04 \x01(\t\"o\n\x05Rearm\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x19\n\x11prefill_worker_id\x18\x03 \x01(\t\x12*\n\x08sequence\x18\x04 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\"\x81\x01\n\x07HandOff\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x12\n\nnew_ticket\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x04 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x05 \x01(\t\x12\x0e\n\x06tokens\x18\x06 \x01(\r\"-\n\x07\x43\x61llOff\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x12\n\nnew_ticket\x18\x02 \x01(\t\"\t\n\x07Settled\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06ticket\x18\x01 \x01(\t\"\xb0\x02\n\x0eSessionRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.SessionHelloH\x00\x12$\n\x06submit\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.SubmitH\x00\x12$\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.CancelH\x00\x12\"\n\x05rearm\x18\x04 \x01(\x0b\x32\x11.pdserve.v1.RearmH\x00\x12\'\n\x08hand_off\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.HandOffH\x00\x12\'\n\x08\x63\x61ll_off\x18\x06 \x01(\x0b\x32\x13.pdserve.v1.CallOffH\x00\x12&\n\x07settled\x18\x07 \x01(\x0b\x32\x13.pdserve.v1.SettledH\x00\x42\t\n\x07\x63ommand\"R\n\x0eSessionWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"@\n\x08Reserved\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btokens_held\x18\x03 \x01(\r\":\n\x05Ready\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08kv_bytes\x18\x03 \x01(\x04\"@\n\rAttemptFailed\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"?\n\x07Rearmed\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0btokens_held\x18\x03 \x01(\r\"D\n\x0c\x41lreadyReady\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\" \n\x08\x44raining\x12\x14\n\x0cremaining_ms\x18\x01 \x01(\x04\">\n\x08\x44\x65tached\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x12\n\nnew_ticket\x18\x02 \x01(\t\x12\x0e\n\x06tokens\x18\x03 \x01(\r\"C\n\rHandOffFailed\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x12\n\nnew_ticket\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"L\n\x03\x45nd\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12%\n\x06reason\x18\x02 \x01(\x0e\x32\x15.pdserve.v1.EndReason\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"m\n\x04Step\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12%\n\x06tokens\x18\x02 \x03(\x0b\x32\x15.pdserve.v1.StepToken\x12\x1d\n\x04\x65nds\x18\x03 \x03(\x0b\x32\x0f.pdserve.v1.End\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xd3\x03\n\x0fSessionResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.SessionWelcomeH\x00\x12(\n\x08reserved\x18\x02 \x01(\x0b\x32\x14.pdserve.v1.ReservedH\x00\x12\"\n\x05ready\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.ReadyH\x00\x12 \n\x04step\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.StepH\x00\x12\x33\n\x0e\x61ttempt_failed\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.AttemptFailedH\x00\x12&\n\x07rearmed\x18\x06 \x01(\x0b\x32\x13.pdserve.v1.RearmedH\x00\x12\x31\n\ralready_ready\x18\x07 \x01(\x0b\x32\x18.pdserve.v1.AlreadyReadyH\x00\x12(\n\x08\x64raining\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.DrainingH\x00\x12(\n\x08\x64\x65tached\x18\t \x01(\x0b\x32\x14.pdserve.v1.DetachedH\x00\x12\x34\n\x0fhand_off_failed\x18\n \x01(\x0b\x32\x19.pdserve.v1.HandOffFailedH\x00\x42\x07\n\x05\x65vent2W\n\rDecodeService\x12\x46\n\x07Session\x12\x1a.pdserve.v1.SessionRequest\x1a\x1b.pdserve.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,28 +39,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMIT']._serialized_end=282
   _globals['_REARM']._serialized_start=284
   _globals['_REARM']._serialized_end=395
-  _globals['_CANCEL']._serialized_start=397
-  _globals['_CANCEL']._serialized_end=421
-  _globals['_SESSIONREQUEST']._serialized_start=424
-  _globals['_SESSIONREQUEST']._serialized_end=606
-  _globals['_SESSIONWELCOME']._serialized_start=608
-  _globals['_SESSIONWELCOME']._serialized_end=690
-  _globals['_RESERVED']._serialized_start=692
-  _globals['_RESERVED']._serialized_end=756
-  _globals['_READY']._serialized_start=758
-  _globals['_READY']._serialized_end=816
-  _globals['_ATTEMPTFAILED']._serialized_start=818
-  _globals['_ATTEMPTFAILED']._serialized_end=882
-  _globals['_REARMED']._serialized_start=884
-  _globals['_REARMED']._serialized_end=947
-  _globals['_ALREADYREADY']._serialized_start=949
-  _globals['_ALREADYREADY']._serialized_end=1017
-  _globals['_END']._serialized_start=1019
-  _globals['_END']._serialized_end=1095
-  _globals['_STEP']._serialized_start=1097
-  _globals['_STEP']._serialized_end=1206
-  _globals['_SESSIONRESPONSE']._serialized_start=1209
-  _globals['_SESSIONRESPONSE']._serialized_end=1538
-  _globals['_DECODESERVICE']._serialized_start=1540
-  _globals['_DECODESERVICE']._serialized_end=1627
+  _globals['_HANDOFF']._serialized_start=398
+  _globals['_HANDOFF']._serialized_end=527
+  _globals['_CALLOFF']._serialized_start=529
+  _globals['_CALLOFF']._serialized_end=574
+  _globals['_SETTLED']._serialized_start=576
+  _globals['_SETTLED']._serialized_end=585
+  _globals['_CANCEL']._serialized_start=587
+  _globals['_CANCEL']._serialized_end=611
+  _globals['_SESSIONREQUEST']._serialized_start=614
+  _globals['_SESSIONREQUEST']._serialized_end=918
+  _globals['_SESSIONWELCOME']._serialized_start=920
+  _globals['_SESSIONWELCOME']._serialized_end=1002
+  _globals['_RESERVED']._serialized_start=1004
+  _globals['_RESERVED']._serialized_end=1068
+  _globals['_READY']._serialized_start=1070
+  _globals['_READY']._serialized_end=1128
+  _globals['_ATTEMPTFAILED']._serialized_start=1130
+  _globals['_ATTEMPTFAILED']._serialized_end=1194
+  _globals['_REARMED']._serialized_start=1196
+  _globals['_REARMED']._serialized_end=1259
+  _globals['_ALREADYREADY']._serialized_start=1261
+  _globals['_ALREADYREADY']._serialized_end=1329
+  _globals['_DRAINING']._serialized_start=1331
+  _globals['_DRAINING']._serialized_end=1363
+  _globals['_DETACHED']._serialized_start=1365
+  _globals['_DETACHED']._serialized_end=1427
+  _globals['_HANDOFFFAILED']._serialized_start=1429
+  _globals['_HANDOFFFAILED']._serialized_end=1496
+  _globals['_END']._serialized_start=1498
+  _globals['_END']._serialized_end=1574
+  _globals['_STEP']._serialized_start=1576
+  _globals['_STEP']._serialized_end=1685
+  _globals['_SESSIONRESPONSE']._serialized_start=1688
+  _globals['_SESSIONRESPONSE']._serialized_end=2155
+  _globals['_DECODESERVICE']._serialized_start=2157
+  _globals['_DECODESERVICE']._serialized_end=2244
 # @@protoc_insertion_point(module_scope)

@@ -59,7 +59,9 @@ class Submit(_message.Message):
     """Unguessable; lives inside this session."""
     attempt: _builtins.int
     prefill_worker_id: _builtins.str
-    """The prefill worker whose KV will come; empty: this worker computes the prompt itself."""
+    """The worker whose KV will come: a prefill worker, or a decode worker that hands the sequence off. Empty: this worker
+    computes the prompt itself.
+    """
     @_builtins.property
     def sequence(self) -> _sequence_pb2.SequenceSpec: ...
     def __init__(
@@ -115,6 +117,94 @@ class Rearm(_message.Message):
 Global___Rearm: _TypeAlias = Rearm  # noqa: Y015
 
 @_typing.final
+class HandOff(_message.Message):
+    """HandOff moves a running sequence, with its KV, to another decode worker. The router has submitted it there as
+    `new_ticket`, with this worker as the one whose KV will come. This worker sends the first `tokens` tokens' KV as
+    attempt `attempt` while it decodes on. Once all of that has landed it stops the sequence and says Detached; the router
+    rearms `new_ticket` with all tokens but the last, and this worker sends what is missing as the next attempt. When that
+    is committed the ticket ends here as HANDED_OFF. A hand-off that fails is told as HandOffFailed, and the sequence goes
+    on here. Sent only to workers that said Draining.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    NEW_TICKET_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    DECODE_ENDPOINT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    new_ticket: _builtins.str
+    attempt: _builtins.int
+    decode_worker_id: _builtins.str
+    decode_endpoint: _builtins.str
+    tokens: _builtins.int
+    """Leading tokens; at most those whose KV is there, which is all that this worker has told but the last."""
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        new_ticket: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        decode_worker_id: _builtins.str = ...,
+        decode_endpoint: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_endpoint", b"decode_endpoint", "decode_worker_id", b"decode_worker_id", "new_ticket", b"new_ticket", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOff: _TypeAlias = HandOff  # noqa: Y015
+
+@_typing.final
+class CallOff(_message.Message):
+    """CallOff ends a hand-off from the router's side: the sequence goes on here, unless the other worker has it already. No
+    answer comes. One that is not under way is passed over.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    NEW_TICKET_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    new_ticket: _builtins.str
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        new_ticket: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_ticket", b"new_ticket", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallOff: _TypeAlias = CallOff  # noqa: Y015
+
+@_typing.final
+class Settled(_message.Message):
+    """Settled answers Draining, as soon as the router has heard the end of all its tickets here: a worker that is through
+    need not wait any longer for its last words to arrive.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Settled: _TypeAlias = Settled  # noqa: Y015
+
+@_typing.final
 class Cancel(_message.Message):
     """Cancel frees what a ticket holds; its End comes back. An unknown ticket is passed over."""
 
@@ -145,6 +235,9 @@ class SessionRequest(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     REARM_FIELD_NUMBER: _builtins.int
+    HAND_OFF_FIELD_NUMBER: _builtins.int
+    CALL_OFF_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello: ...
     @_builtins.property
@@ -153,6 +246,12 @@ class SessionRequest(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def rearm(self) -> Global___Rearm: ...
+    @_builtins.property
+    def hand_off(self) -> Global___HandOff: ...
+    @_builtins.property
+    def call_off(self) -> Global___CallOff: ...
+    @_builtins.property
+    def settled(self) -> Global___Settled: ...
     def __init__(
         self,
         *,
@@ -160,12 +259,15 @@ class SessionRequest(_message.Message):
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
         rearm: Global___Rearm | None = ...,
+        hand_off: Global___HandOff | None = ...,
+        call_off: Global___CallOff | None = ...,
+        settled: Global___Settled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "rearm", b"rearm", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call_off", b"call_off", "cancel", b"cancel", "command", b"command", "hand_off", b"hand_off", "hello", b"hello", "rearm", b"rearm", "settled", b"settled", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "rearm", b"rearm", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_off", b"call_off", "cancel", b"cancel", "command", b"command", "hand_off", b"hand_off", "hello", b"hello", "rearm", b"rearm", "settled", b"settled", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "rearm"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "rearm", "hand_off", "call_off", "settled"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -337,6 +439,85 @@ class AlreadyReady(_message.Message):
 Global___AlreadyReady: _TypeAlias = AlreadyReady  # noqa: Y015
 
 @_typing.final
+class Draining(_message.Message):
+    """Draining says that this worker is going to stop. What still runs then is lost to it; until then it takes HandOff.
+    Answered by Settled.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMAINING_MS_FIELD_NUMBER: _builtins.int
+    remaining_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        remaining_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["remaining_ms", b"remaining_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Draining: _TypeAlias = Draining  # noqa: Y015
+
+@_typing.final
+class Detached(_message.Message):
+    """Detached says that a sequence which is handed off made its last token here: it has `tokens` tokens, all of which were
+    told before.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    NEW_TICKET_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    new_ticket: _builtins.str
+    tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        new_ticket: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_ticket", b"new_ticket", "ticket", b"ticket", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Detached: _TypeAlias = Detached  # noqa: Y015
+
+@_typing.final
+class HandOffFailed(_message.Message):
+    """HandOffFailed says that a sequence stays, and goes on here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    NEW_TICKET_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    new_ticket: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        new_ticket: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_ticket", b"new_ticket", "reason", b"reason", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOffFailed: _TypeAlias = HandOffFailed  # noqa: Y015
+
+@_typing.final
 class End(_message.Message):
     """End is the last that is heard of a ticket; nothing is held for it any more."""
 
@@ -409,6 +590,9 @@ class SessionResponse(_message.Message):
     ATTEMPT_FAILED_FIELD_NUMBER: _builtins.int
     REARMED_FIELD_NUMBER: _builtins.int
     ALREADY_READY_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    DETACHED_FIELD_NUMBER: _builtins.int
+    HAND_OFF_FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___SessionWelcome: ...
     @_builtins.property
@@ -423,6 +607,12 @@ class SessionResponse(_message.Message):
     def rearmed(self) -> Global___Rearmed: ...
     @_builtins.property
     def already_ready(self) -> Global___AlreadyReady: ...
+    @_builtins.property
+    def draining(self) -> Global___Draining: ...
+    @_builtins.property
+    def detached(self) -> Global___Detached: ...
+    @_builtins.property
+    def hand_off_failed(self) -> Global___HandOffFailed: ...
     def __init__(
         self,
         *,
@@ -433,12 +623,15 @@ class SessionResponse(_message.Message):
         attempt_failed: Global___AttemptFailed | None = ...,
         rearmed: Global___Rearmed | None = ...,
         already_ready: Global___AlreadyReady | None = ...,
+        draining: Global___Draining | None = ...,
+        detached: Global___Detached | None = ...,
+        hand_off_failed: Global___HandOffFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["already_ready", b"already_ready", "attempt_failed", b"attempt_failed", "event", b"event", "ready", b"ready", "rearmed", b"rearmed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["already_ready", b"already_ready", "attempt_failed", b"attempt_failed", "detached", b"detached", "draining", b"draining", "event", b"event", "hand_off_failed", b"hand_off_failed", "ready", b"ready", "rearmed", b"rearmed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_ready", b"already_ready", "attempt_failed", b"attempt_failed", "event", b"event", "ready", b"ready", "rearmed", b"rearmed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_ready", b"already_ready", "attempt_failed", b"attempt_failed", "detached", b"detached", "draining", b"draining", "event", b"event", "hand_off_failed", b"hand_off_failed", "ready", b"ready", "rearmed", b"rearmed", "reserved", b"reserved", "step", b"step", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "ready", "step", "attempt_failed", "rearmed", "already_ready"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "reserved", "ready", "step", "attempt_failed", "rearmed", "already_ready", "draining", "detached", "hand_off_failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -48,6 +48,8 @@ class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.V
     """The worker cannot take this sequence at all."""
     END_REASON_INTERNAL: _EndReason.ValueType  # 10
     """The worker failed."""
+    END_REASON_HANDED_OFF: _EndReason.ValueType  # 11
+    """Another decode worker has its KV and goes on."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """EndReason says why a worker is done with a ticket."""
@@ -74,6 +76,8 @@ END_REASON_INVALID: EndReason.ValueType  # 9
 """The worker cannot take this sequence at all."""
 END_REASON_INTERNAL: EndReason.ValueType  # 10
 """The worker failed."""
+END_REASON_HANDED_OFF: EndReason.ValueType  # 11
+"""Another decode worker has its KV and goes on."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 
 @_typing.final

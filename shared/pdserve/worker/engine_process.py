@@ -35,6 +35,7 @@ from pdserve.worker.engine_links import EngineLinks
 from pdserve.worker.handoff import Handoff
 from pdserve.worker.messages import (
     BlocksExported,
+    CallOff,
     CancelTicket,
     CheckIntegrity,
     EngineFailed,
@@ -42,6 +43,7 @@ from pdserve.worker.messages import (
     EngineStarted,
     ExportBlocks,
     FromEngine,
+    HandOff,
     IntegrityReport,
     KvCommitted,
     LinkMessage,
@@ -146,6 +148,10 @@ class EngineLoop:
                 self._handoff.reserve(message)
             case Rearm():
                 self._handoff.rearm(message)
+            case HandOff():
+                self._handoff.hand_off(message)
+            case CallOff():
+                self._handoff.call_off(message)
             case CancelTicket(ticket):
                 self._handoff.close(ticket, EndReason.CANCELLED)
             case LoadBlocks(hashes, payload):

@@ -33,7 +33,9 @@ from pdserve.worker.messages import (
     AlreadyReady,
     AttemptFailed,
     BlocksExported,
+    Detached,
     EngineStarted,
+    HandOffFailed,
     IntegrityReport,
     KvCommitted,
     Pong,
@@ -61,6 +63,9 @@ class RoleService(Protocol):
 
     def on_step(self, step: StepDone) -> None: ...
     def on_message(self, message: TicketMessage) -> None: ...
+    def draining(self, seconds: float) -> None:
+        """This worker stops in that time, or as soon as no ticket is left."""
+
     async def finished(self) -> None:
         """Wait until no ticket is left."""
 
@@ -235,6 +240,8 @@ class WorkerFront:
                     service.on_message(message)
                 case ReservedPages() | AttemptFailed() | Rearmed() | AlreadyReady() | TicketReady():
                     service.on_message(message)
+                case Detached() | HandOffFailed():
+                    service.on_message(message)
                 case BlocksExported():
                     if self.prefix is not None:
                         self.prefix.on_exported(message)
@@ -258,10 +265,12 @@ class WorkerFront:
         return replace(link, path=self.links.path_of(link.peer), degraded=self.links.degraded_of(link.peer))
 
     async def drain(self) -> None:
-        """On the way out: leave the view, let what runs finish, then end the streams that never end by themselves."""
+        """On the way out: leave the view, let what runs finish or go elsewhere, then end the streams that never end by
+        themselves."""
         await self.leave()
         try:
             if self._service is not None:
+                self._service.draining(self.settings.drain_seconds)
                 await self._service.finished()
         finally:
             await self.board.close()  # first: whose session ends before it has heard of the leaving takes us for lost

@@ -38,6 +38,8 @@ from pdserve.transfer.messages import (
 from pdserve.worker.messages import (
     AlreadyReady,
     AttemptFailed,
+    CallOff,
+    HandOff,
     KvCommitted,
     Rearm,
     Rearmed,
@@ -47,15 +49,14 @@ from pdserve.worker.messages import (
     TicketMessage,
     TicketReady,
 )
+from pdserve.worker.moves import MoveLinks, Moves
 from pdserve.worker.pulls import PullLinks, Pulls
 
 Tickets = Listed[tuple[str, int]]
 
 
-class Links(PullLinks, Protocol):
+class Links(PullLinks, MoveLinks, Protocol):
     """What the hand-off needs of the hub of links; see transfer.hub.LinkHub."""
-
-    def stop_send(self, ticket: str) -> None: ...
 
 
 class Handoff:
@@ -69,6 +70,7 @@ class Handoff:
         # Tickets that wait for a link to let go, with what is to be said then (None: it was said already).
         self._closing: dict[str, tuple[EndReason | None, str]] = {}
         self._pulls = Pulls(engine, links, self._slots, self._held)
+        self._moves = Moves(engine, links, self._slots, send)
         self._rearms = 0
 
     def start_prefill(self, message: StartPrefill) -> None:
@@ -129,12 +131,21 @@ class Handoff:
         else:
             self._begin_anew(record)
 
+    def hand_off(self, message: HandOff) -> None:
+        """Begin to move a running sequence to another decode worker."""
+        self._moves.begin(message, self._tickets.get(message.ticket))
+
+    def call_off(self, message: CallOff) -> None:
+        """Let a sequence that is handed off go on here."""
+        self._moves.call_off(message.ticket, message.new_ticket, message.reason)
+
     def close(self, ticket: str, reason: EndReason, detail: str = "") -> None:
         """End a ticket from outside (cancelled, deadline). One that is unknown, or closing already, is left alone."""
         found = self._engine.scheduler.get(ticket)
         if found is None or ticket in self._closing:
             return
         _, phase = found
+        self._moves.drop(ticket)
         self._rearming.pop(ticket, None)
         if record := self._tickets.get(ticket):
             record.finish(reason)
@@ -152,8 +163,15 @@ class Handoff:
 
     def report(self, links: TransferReport) -> TransferReport:
         """What the links count, with what is counted here."""
-        pulls = self._pulls
-        return structs.replace(links, rearms=self._rearms, pulled_tokens=pulls.tokens, pulls_given_up=pulls.given_up)
+        pulls, moves = self._pulls, self._moves
+        return structs.replace(
+            links,
+            rearms=self._rearms,
+            pulled_tokens=pulls.tokens,
+            pulls_given_up=pulls.given_up,
+            handed_off=moves.completed,
+            handed_off_bytes=moves.kv_bytes,
+        )
 
     @property
     def deadline(self) -> float | None:
@@ -185,6 +203,7 @@ class Handoff:
                 self._closing[done.ticket] = (None, "")
                 self._links.stop_send(done.ticket)
         for end in outputs.ends:
+            self._moves.drop(end.ticket)
             if end.ticket not in self._engine.scheduler and (record := self._tickets.pop(end.ticket, None)):
                 if not record.over:
                     record.finish(end.reason)
@@ -196,6 +215,9 @@ class Handoff:
             ticket = self._pulls.on_event(event)
             if ticket is not None and ticket in self._closing:
                 self._links.stop_send(ticket)
+            return
+        if self._moves.owns(event.ticket):
+            self._moves.on_event(event)
             return
         match event:
             case Revoked(ticket) | SendStopped(ticket) if ticket in self._closing:
@@ -289,8 +311,10 @@ class Handoff:
         record = self._tickets.get(ticket)
         return record.held if record is not None else 0
 
-    def _slots(self, sequence: Sequence) -> torch.Tensor:
-        """The page slot of each given token: int64 [num_given]."""
+    def _slots(self, sequence: Sequence, tokens: int | None = None) -> torch.Tensor:
+        """The page slot of each of the first `tokens` tokens, or of each given one: int64 [tokens]."""
         size = self._engine.scheduler.layout.block_size
         blocks = torch.tensor(sequence.block_table, dtype=torch.int64)
-        return (blocks[:, None] * size + torch.arange(size)).flatten()[: sequence.num_given]
+        return (blocks[:, None] * size + torch.arange(size)).flatten()[
+            : sequence.num_given if tokens is None else tokens
+        ]

@@ -80,6 +80,31 @@ class Rearm(msgspec.Struct, frozen=True, tag=True):
     peer: str
 
 
+class HandOff(msgspec.Struct, frozen=True, tag=True):
+    """Move a running sequence to the decode worker `peer`, where it is reserved as `new_ticket`: its first `tokens`
+    tokens' KV goes as `attempt`, the rest as the next one.
+
+    Answered by Detached, then Ended (HANDED_OFF); or by HandOffFailed.
+    """
+
+    ticket: str
+    new_ticket: str
+    attempt: int
+    peer: str
+    tokens: int
+
+
+class CallOff(msgspec.Struct, frozen=True, tag=True):
+    """Stop handing a sequence off, and let it go on here; nothing where it is over, or another hand-off is under way.
+
+    `reason` is told as HandOffFailed; empty: nothing is told.
+    """
+
+    ticket: str
+    new_ticket: str
+    reason: str = ""
+
+
 class CancelTicket(msgspec.Struct, frozen=True, tag=True):
     ticket: str
 
@@ -115,6 +140,8 @@ ToEngine = (
     | StartPrefill
     | Reserve
     | Rearm
+    | HandOff
+    | CallOff
     | CancelTicket
     | LoadBlocks
     | ExportBlocks
@@ -209,6 +236,22 @@ class KvCommitted(msgspec.Struct, frozen=True, tag=True):
     exposed: float = 0.0
 
 
+class Detached(msgspec.Struct, frozen=True, tag=True):
+    """A sequence that is handed off made its last token here; it has `tokens` of them."""
+
+    ticket: str
+    new_ticket: str
+    tokens: int
+
+
+class HandOffFailed(msgspec.Struct, frozen=True, tag=True):
+    """A sequence stays, and goes on here."""
+
+    ticket: str
+    new_ticket: str
+    reason: str
+
+
 class BlocksExported(msgspec.Struct, frozen=True, tag=True):
     hashes: list[bytes]
     payload: bytes
@@ -237,11 +280,15 @@ FromEngine = (
     | AlreadyReady
     | TicketReady
     | KvCommitted
+    | Detached
+    | HandOffFailed
     | BlocksExported
     | IntegrityReport
 )
 
-TicketMessage = ReservedPages | AttemptFailed | Rearmed | AlreadyReady | TicketReady | KvCommitted
+TicketMessage = (
+    ReservedPages | AttemptFailed | Rearmed | AlreadyReady | TicketReady | KvCommitted | Detached | HandOffFailed
+)
 """What a front hands on to its role's service, beside steps."""
 
 # The link pair, both ways.

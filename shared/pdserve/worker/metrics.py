@@ -115,6 +115,10 @@ def _of_report(report: TransferReport) -> Iterator[Metric]:
     yield counter("kv_rearms_total", "New attempts at reservations that stood.", report.rearms)
     yield counter("kv_pulled_tokens_total", "Prompt tokens pulled from decode workers.", report.pulled_tokens)
     yield counter("kv_pulls_given_up_total", "Pulls that failed or took too long.", report.pulls_given_up)
+    yield counter(
+        "kv_hand_offs_total", "Running sequences that another decode worker took over at a drain.", report.handed_off
+    )
+    yield counter("kv_hand_off_bytes_total", "KV bytes of these.", report.handed_off_bytes)
 
     bound = report.error_bound
     yield gauge("kv_transfer_error_bound", "Largest error of a number that travelled as int8 or fp8; 0: none.", bound)

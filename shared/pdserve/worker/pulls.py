@@ -41,7 +41,14 @@ class PullLinks(Protocol):
 
     def measured(self, peer: str) -> tuple[float, float]: ...
     def start_send(
-        self, ticket: str, attempt: int, peer: str, slots: torch.Tensor, num_tokens: int, tells_grant: bool = False
+        self,
+        ticket: str,
+        attempt: int,
+        peer: str,
+        slots: torch.Tensor,
+        num_tokens: int,
+        tells_grant: bool = False,
+        tells_landed: bool = False,
     ) -> None: ...
     def advance(self, tickets: Listed[tuple[str, int]], layer: int) -> None: ...
     def finish_send(self, ticket: str, first_token: int) -> None: ...

@@ -78,7 +78,7 @@ def test_every_reason_ends_a_ticket(reason: EndReason) -> None:
     ticket = Ticket("t", 1, 10, state=state)
     ticket.finish(reason)
     assert ticket.over and ticket.state is not TicketState.FREED
-    assert (ticket.state is TicketState.DONE) == reason.answer_complete
+    assert (ticket.state is TicketState.DONE) == (reason.answer_complete or reason is EndReason.HANDED_OFF)
     ticket.on(TicketEvent.FREE)
 
 

@@ -14,6 +14,7 @@ const KINDS = {
   "pdserve.prefix.read": ["cache", "read prefix"],
   "pdserve.transfer": ["transfer", "KV transfer"],
   "pdserve.receive": ["transfer", "receive KV"],
+  "pdserve.hand_off": ["transfer", "hand off"],
   "pdserve.decode_wait": ["wait", "wait for a step"],
   "pdserve.first_step": ["decode", "first step"],
   "pdserve.decode": ["decode", "decode"],
