@@ -21,6 +21,7 @@ from pdserve.client import NO_RETRIES, Client
 from pdserve.core.errors import Unavailable
 from pdserve.launch import Machine, ModelPart, Service, Suite, WorkerOptions, plan_suite
 from pdserve.launch.models import model_part
+from pdserve.rpc.access import PLAIN, Access
 from pdserve.rpc.channel import connect
 from pdserve.rpc.versions import our_versions
 from pdserve.v1 import worker_pb2
@@ -115,6 +116,11 @@ class Cluster:
         """Prefill and decode workers by name: "prefill-0", "decode-0", ..."""
         return {service.name: service for service in self.suite.workers}
 
+    @property
+    def access(self) -> Access:
+        """What the workers and caches want to be shown: for `connect` and `wait_load`."""
+        return self.suite.access
+
     async def kill(self, worker: str) -> None:
         """SIGKILL a worker and what it started, and wait until it is gone. The rest runs on."""
         service = self.workers[worker]
@@ -127,21 +133,26 @@ class Cluster:
         Asks the workers themselves, each by one Watch stream, and waits for what they tell.
         """
         living = [service for service in self.suite.workers if service.returncode is None]
-        await asyncio.gather(*(wait_all_free(service.endpoint, timeout) for service in living))
+        await asyncio.gather(*(wait_all_free(service.endpoint, timeout, self.access) for service in living))
 
 
-async def wait_all_free(endpoint: str, timeout: float = DEADLINE) -> None:
+async def wait_all_free(endpoint: str, timeout: float = DEADLINE, access: Access = PLAIN) -> None:
     """Wait until each block of a worker is free or cached; errors as in `wait_load`."""
-    await wait_load(endpoint, lambda load: not load.owned_blocks + load.reserved_blocks, timeout)
+    await wait_load(endpoint, lambda load: not load.owned_blocks + load.reserved_blocks, timeout, access)
 
 
-async def wait_load(endpoint: str, until: Callable[[worker_pb2.WorkerLoad], bool], timeout: float = DEADLINE) -> None:
-    """Watch one worker or prefix cache until its load is as `until` wants it.
+async def wait_load(
+    endpoint: str,
+    until: Callable[[worker_pb2.WorkerLoad], bool],
+    timeout: float = DEADLINE,
+    access: Access = PLAIN,
+) -> None:
+    """Watch one worker or prefix cache until its load is as `until` wants it. The call carries `access`.
 
     AssertionError when it is not in time, or when a worker's blocks don't add up; Unavailable when it goes away.
     """
     load, total = worker_pb2.WorkerLoad(), 0
-    async with connect(endpoint) as channel:
+    async with connect(endpoint, access) as channel:
         hello = worker_pb2.WatchRequest(protocol=our_versions())
         call = WorkerServiceStub(channel).Watch(hello)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +20,14 @@ ConnectTimeout = Annotated[
     float, typer.Option(min=0.0, metavar="SECONDS", help="How long to wait for a router that is not up yet.")
 ]
 DEFAULT_CONNECT_TIMEOUT = 10.0
+InternalSecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PDSERVE_INTERNAL_SECRET_FILE",
+        show_envvar=True,
+        help="File with the fleet's secret: this command asks workers themselves.",
+    ),
+]
 SAY_AFTER = 1.0  # seconds; a router that is there answers sooner
 _BETWEEN = 0.2  # seconds between two tries: nothing tells when a port opens
 _SERVICE = "pdserve.v1.InferenceService"

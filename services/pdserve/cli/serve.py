@@ -17,6 +17,7 @@ import typer
 
 from pdserve.cli.console import fetch_progress, run, start_progress
 from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.rpc.access import access_of
 
 if TYPE_CHECKING:
     from pdserve.cli.serve_settings import ServeSettings
@@ -41,7 +42,7 @@ def serve(context: typer.Context) -> None:
         os.environ.pop(variable(name), None)
 
     async def main() -> None:
-        await _serve(await _plan(settings), log_dir)
+        await _serve(await _plan(settings), log_dir, settings.internal_secret_file)
 
     try:
         run(main(), interrupted=0)
@@ -55,6 +56,7 @@ async def _plan(settings: ServeSettings) -> SuitePlan:
     """Fetch the models and divide this machine. Raises ConfigError, ModelError."""
     from pdserve.launch import Machine, WorkerOptions, plan_suite
 
+    access_of(settings.internal_secret_file)  # what is wrong with it is better told before anything is started
     require_free(settings.host, settings.port)
     for offset in range(settings.gateways if settings.http_port else 0):
         require_free(settings.host, settings.http_port + offset, "--http-port")
@@ -84,7 +86,7 @@ def require_free(host: str, port: int, option: str = "--port") -> None:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; try another {option}") from error
 
 
-async def _serve(plan: SuitePlan, log_dir: Path | None) -> None:
+async def _serve(plan: SuitePlan, log_dir: Path | None, secret: Path | None) -> None:
     """Run the plan until it fails or this task is cancelled."""
     from pdserve.launch import Suite
 
@@ -94,11 +96,14 @@ async def _serve(plan: SuitePlan, log_dir: Path | None) -> None:
         typer.echo(f"logs in {log_dir}", err=True)
     async with AsyncExitStack() as stack:
         with start_progress() as listener:
-            suite = await stack.enter_async_context(Suite(plan, log_folder=log_dir, listener=listener))
+            suite = await stack.enter_async_context(
+                Suite(plan, log_folder=log_dir, listener=listener, internal_secret_file=secret)
+            )
         typer.echo(f"ready at {suite.endpoint}")
         typer.echo(f"try: pdserve generate 'Hello' --chat --target {suite.endpoint}", err=True)
         for gateway in suite.gateways:
             typer.echo(f"OpenAI API at http://{gateway.endpoint}/v1", err=True)
+        typer.echo(f"for pdserve probe: --internal-secret-file {suite.internal_secret_file}", err=True)
         for name, url in suite.metrics.items():
             typer.echo(f"metrics of {name} at {url}", err=True)
         try:

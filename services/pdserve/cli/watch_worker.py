@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from pdserve.core.errors import Unavailable
+from pdserve.rpc.access import PLAIN, Access
 
 if TYPE_CHECKING:
     from pdserve.v1 import worker_pb2
@@ -14,9 +15,13 @@ T = TypeVar("T")
 
 
 async def first_load(
-    endpoint: str, wanted: Callable[[worker_pb2.WorkerLoad], T | None], timeout: float | None = None
+    endpoint: str,
+    wanted: Callable[[worker_pb2.WorkerLoad], T | None],
+    timeout: float | None = None,
+    access: Access = PLAIN,
 ) -> T:
-    """Wait until the worker at `endpoint` tells a load of which `wanted` makes something, and return that.
+    """Wait until the worker at `endpoint` tells a load of which `wanted` makes something, and return that. The call
+    carries `access`.
 
     Raises PdserveError where it cannot be asked, ends the stream, or tells none within `timeout` seconds.
     """
@@ -28,7 +33,7 @@ async def first_load(
     from pdserve.v1 import worker_pb2, worker_pb2_grpc
 
     request = worker_pb2.WatchRequest(protocol=our_versions())
-    async with connect(endpoint) as channel:
+    async with connect(endpoint, access) as channel:
         call = worker_pb2_grpc.WorkerServiceStub(channel).Watch(request, timeout=timeout)
         try:
             async for event in call:

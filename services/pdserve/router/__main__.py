@@ -15,6 +15,7 @@ from pdserve.router.links import Links
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.models import Models, load_models, model_sources
 from pdserve.router.service import SERVICE, InferenceService
+from pdserve.rpc.access import access_of
 from pdserve.rpc.channel import PUBLIC_MESSAGE_BYTES
 from pdserve.rpc.server import GrpcServer
 from pdserve.telemetry.export import Metrics
@@ -27,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 async def serve(settings: RouterSettings) -> None:
     """Run a router until it is told to stop. Raises PdserveError when it cannot."""
+    access = access_of(settings.internal_secret_file)
     metrics = RouterMetrics(settings.slo)
     service = InferenceService(settings, [metrics])
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
@@ -40,7 +42,7 @@ async def serve(settings: RouterSettings) -> None:
                 progress=lambda line: server.launcher.report("progress", stage=line),
             )
         models = await asyncio.to_thread(load_models, settings.model, folders.__getitem__)
-        fleet = Fleet(settings, models)
+        fleet = Fleet(settings, models, access)
         service.start(models, fleet)
         metrics.start(models, fleet, service.waiting)
         server.on_drain.append(service.drain)

@@ -21,6 +21,7 @@ from pdserve.router.config import RouterSettings
 from pdserve.router.models import ModelFacts, Models, ServedModel
 from pdserve.router.views import ModelViews
 from pdserve.router.worker import Worker
+from pdserve.rpc.access import PLAIN, Access
 from pdserve.rpc.endpoint import parse_endpoint
 
 log = structlog.get_logger(__name__)
@@ -36,11 +37,13 @@ class Fleet:
     one comes, goes or starts to drain.
     """
 
-    def __init__(self, settings: RouterSettings, models: Models) -> None:
+    def __init__(self, settings: RouterSettings, models: Models, access: Access = PLAIN) -> None:
+        """Workers are called with `access`."""
         self.router_id = f"router-{secrets.token_hex(4)}"
         self.on_change: list[Callable[[], None]] = []
         self.on_membership: list[Callable[[], None]] = []
         self._settings = settings
+        self._access = access
         self._models = models
         self._targets = [parse_endpoint(target) for target in settings.worker]
         self._workers: dict[str, Worker] = {}
@@ -153,7 +156,7 @@ class Fleet:
 
     def adopt(self, endpoint: str) -> Worker:
         """One more worker, which somebody else connects to."""
-        worker = Worker(endpoint, self.router_id, self._settings.lease_seconds, self._index, self)
+        worker = Worker(endpoint, self.router_id, self._settings.lease_seconds, self._index, self, self._access)
         self._workers[endpoint], self._silent = worker, None
         return worker
 

@@ -2,6 +2,8 @@
 
 PdserveError
 ├── InvalidRequest      bad input; names the field
+├── Unauthenticated     shows no credential that is known here
+├── PermissionDenied    known, and this is not for it
 ├── UnknownModel        no such model here
 ├── UnknownRequest      no such request here, or not any more
 ├── NoCapacity          refused before anything was spent; may carry when to retry
@@ -32,6 +34,14 @@ class InvalidRequest(PdserveError):
         self.field = field
         self.message = message
         self.detail = detail
+
+
+class Unauthenticated(PdserveError):
+    """A caller that shows no key or secret, or one that nobody has. The message does not repeat it."""
+
+
+class PermissionDenied(PdserveError):
+    """A caller that is known, and may not have what it asks for."""
 
 
 class UnknownModel(PdserveError):

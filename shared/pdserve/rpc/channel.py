@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import grpc
 import grpc.aio
+
+from pdserve.rpc.access import INTERNAL, PLAIN, Access
+from pdserve.rpc.metadata_channel import MetadataChannel
 
 MAX_MESSAGE_BYTES = 256 << 20
 _numbers = itertools.count()
@@ -52,12 +56,14 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     return [limit, *(option for option in SERVER_OPTIONS if option[0] != limit[0])]
 
 
-def connect(target: str) -> grpc.aio.Channel:
-    """A channel to `target` with a connection of its own (grpc would share one between equal channels).
+def connect(target: str, access: Access = PLAIN, options: Sequence[tuple[str, int]] | None = None) -> grpc.aio.Channel:
+    """A channel to `target`, whose calls carry `access`, with a connection of its own (grpc would share one between
+    equal channels).
 
-    Connects with its first call. Use it with `async with`, or close it.
+    Connects with its first call. Use it with `async with`, or close it. `options` take the place of CLIENT_OPTIONS.
     """
-    return grpc.aio.insecure_channel(target, options=_own_options())
+    channel = grpc.aio.insecure_channel(target, options=_own_options(options))
+    return channel if access.secret is None else MetadataChannel(channel, ((INTERNAL, access.secret.text),))
 
 
 def connect_blocking(target: str) -> grpc.Channel:
@@ -65,5 +71,9 @@ def connect_blocking(target: str) -> grpc.Channel:
     return grpc.insecure_channel(target, options=_own_options())
 
 
-def _own_options() -> list[tuple[str, int]]:
-    return [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("pdserve.channel_number", next(_numbers))]
+def _own_options(options: Sequence[tuple[str, int]] | None = None) -> list[tuple[str, int]]:
+    return [
+        *(CLIENT_OPTIONS if options is None else options),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("pdserve.channel_number", next(_numbers)),
+    ]

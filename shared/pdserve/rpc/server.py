@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
 import socket
 import time
@@ -17,7 +18,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.rpc.access import Access
 from pdserve.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from pdserve.rpc.guard import Check, Guard, fleet_only
 from pdserve.rpc.launcher import Launcher
 from pdserve.rpc.malformed import MalformedMessages
 from pdserve.rpc.settings import ServiceSettings
@@ -49,9 +52,10 @@ class GrpcServer:
         services: Sequence[Service],
         metrics: Metrics | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        check: Check | None = None,
     ) -> None:
         """`metrics` are exported, as the settings say, from the binding to the end. A larger message than
-        `max_message_bytes` is refused before it is read."""
+        `max_message_bytes` is refused before it is read, and so is what `check` does not let in."""
         self.endpoint = ""
         self.metrics_url: str | None = None
         self.stop_requested = asyncio.Event()
@@ -67,7 +71,10 @@ class GrpcServer:
         self._signals = 0
         self._signal_seen = asyncio.Event()
         self._stop_now = asyncio.Event()
-        self._server = grpc.aio.server(interceptors=[MalformedMessages()], options=server_options(max_message_bytes))
+        guards = [Guard(check)] if check else []
+        self._server = grpc.aio.server(
+            interceptors=[*guards, MalformedMessages()], options=server_options(max_message_bytes)
+        )
         for add, servicer, _ in services:
             add(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -188,6 +195,24 @@ async def _first(*events: asyncio.Event) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def internal_check(access: Access, settings: ServiceSettings) -> Check | None:
+    """What a service wants to be shown that answers its fleet alone; None: nothing, which is logged where others than
+    this machine can reach it."""
+    if access.secret is not None:
+        return fleet_only(access.secret)
+    if not is_loopback(settings.host):
+        log.warning("open_to_anybody", host=settings.host, hint="internal-secret-file is unset")
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether who listens on `host` is reached from this machine alone. Of a name only localhost is known."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def advertised_host(host: str) -> str:

@@ -144,6 +144,16 @@ class ServiceSettings(Settings):
             yield f"port and metrics-port are both {self.port}"
 
 
+class FleetSettings(ServiceSettings):
+    """What those services have that call one another: all but the gateway, which is a client."""
+
+    internal_secret_file: Path | None = Field(
+        None,
+        description="file with the secret that the services of a fleet show one another; workers and prefix caches"
+        " refuse whoever does not show it; unset: they answer anybody",
+    )
+
+
 def _program() -> str:
     """How this process was started, for ``--help``."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
