@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli import config, demo, explain, generate, models, probe, serve, simulate, status, top, trace
+from pdserve.cli import config, demo, explain, generate, keys, models, probe, serve, simulate, status, top, trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +24,7 @@ app.command("explain")(explain.explain)
 app.command("simulate")(simulate.simulate)
 app.command("demo")(demo.demo)
 app.add_typer(config.app, name="config")
+app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(probe.app, name="probe")
 

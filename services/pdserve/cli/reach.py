@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -37,15 +38,21 @@ _SERVICE = "pdserve.v1.InferenceService"
 async def router(
     target: str, connect_timeout: float = DEFAULT_CONNECT_TIMEOUT, *, serving: bool = False, **options: Any
 ) -> AsyncIterator[Client]:
-    """A client of the router at `target`, with `options`, once it listens; `serving`: once it has workers, too.
+    """A client of the router at `target`, with `options` and the key that PDSERVE_API_KEY has, once it listens;
+    `serving`: once it has workers, too.
 
     After `connect_timeout` seconds it comes anyway: the call that follows says what is wrong.
     """
     from pdserve.client import Client
 
     await _wait(target, connect_timeout, serving)
-    async with Client(target, **options) as client:
+    async with Client(target, api_key=own_api_key(), **options) as client:
         yield client
+
+
+def own_api_key() -> str:
+    """The key of whoever runs this command. In a variable, because everybody on a machine sees its command lines."""
+    return os.environ.get("PDSERVE_API_KEY", "")
 
 
 async def _wait(target: str, seconds: float, serving: bool) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from pdserve.cli.console import fetch_progress, run, start_progress
+from pdserve.cli.reach import own_api_key
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.rpc.access import access_of
 
@@ -72,6 +73,7 @@ async def _plan(settings: ServeSettings) -> SuitePlan:
         port=settings.port,
         http_port=settings.http_port,
         metrics_port=settings.metrics_port,
+        per_worker={"router": {"api-keys-file": settings.api_keys_file}},
     )
 
 
@@ -118,7 +120,7 @@ async def _say_draining(suite: Suite) -> None:
     from pdserve.client import NO_RETRIES, Client
 
     try:
-        async with Client(suite.endpoint, retry=NO_RETRIES) as client:
+        async with Client(suite.endpoint, retry=NO_RETRIES, api_key=own_api_key()) as client:
             running = sum(model.running for model in (await client.stats(_ASK_SECONDS)).models)
         typer.echo(draining(running), err=True)
     except PdserveError:

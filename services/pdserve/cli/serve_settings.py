@@ -61,6 +61,9 @@ class ServeSettings(Settings):
     tensor_parallel_size: PositiveInt | None = Field(None, description="GPUs per worker; only 1 is supported")
     otlp_endpoint: OtlpEndpoint | None = Field(None, description="OTLP gRPC endpoint for traces and metrics")
     log_level: Literal["debug", "info", "warning", "error"] | None = Field(None, description="least level logged")
+    api_keys_file: Path | None = Field(
+        None, description="YAML file with the digests of API keys; unset: whoever reaches the router may use it"
+    )
     internal_secret_file: Path | None = Field(
         None,
         description="file with the secret that the services show one another; default: a new one, gone with the suite",

@@ -103,10 +103,11 @@ class Routers:
             await router.close()
 
     @contextlib.contextmanager
-    def pick(self) -> Iterator[Client]:
-        """The client of the router with the fewest of our requests; those that serve come first."""
+    def pick(self, api_key: str) -> Iterator[Client]:
+        """The client of the router with the fewest of our requests; those that serve come first. It shows `api_key`,
+        which is the caller's: a gateway has none of its own."""
         with self._pick() as router:
-            yield router.client
+            yield router.client.with_api_key(api_key)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> EventStream:
         """One answer, as `Session.generate` gives it, of the router that `pick` takes. Where that router goes away,
@@ -159,9 +160,12 @@ class Routers:
         finally:
             router.in_flight -= 1
 
-    def clients(self) -> list[Client]:
-        """Every router's client, for what each knows of its own; those that serve come first."""
-        return [router.client for router in sorted(self._routers, key=lambda router: not router.serving)]
+    def clients(self, api_key: str) -> list[Client]:
+        """Every router's client, for what each knows of its own; those that serve come first. They show `api_key`."""
+        return [
+            router.client.with_api_key(api_key)
+            for router in sorted(self._routers, key=lambda router: not router.serving)
+        ]
 
     async def wait_serving(self) -> None:
         """Wait, for as long as it takes, until one of them serves."""

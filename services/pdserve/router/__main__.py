@@ -9,6 +9,7 @@ import structlog
 
 from pdserve.core.errors import PdserveError
 from pdserve.launch.models import resolve_model
+from pdserve.router.callers import Callers
 from pdserve.router.config import RouterSettings
 from pdserve.router.fleet import Fleet
 from pdserve.router.links import Links
@@ -30,10 +31,12 @@ async def serve(settings: RouterSettings) -> None:
     """Run a router until it is told to stop. Raises PdserveError when it cannot."""
     access = access_of(settings.internal_secret_file)
     metrics = RouterMetrics(settings.slo)
-    service = InferenceService(settings, [metrics])
+    callers = Callers(settings.api_keys_file, metrics)
+    service = InferenceService(settings, [metrics], callers)
+    check = callers.check if settings.api_keys_file else None
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     export = Metrics(metrics.registry, "router")
-    async with GrpcServer(settings, [(add, service, SERVICE)], export, PUBLIC_MESSAGE_BYTES) as server:
+    async with GrpcServer(settings, [(add, service, SERVICE)], export, PUBLIC_MESSAGE_BYTES, check) as server:
         folders = {}
         for source in model_sources(settings.model):
             folders[source] = await resolve_model(

@@ -50,6 +50,11 @@ class RouterSettings(FleetSettings):
         True, description="let decode workers compute prompts where that is predicted to delay everybody less"
     )
 
+    api_keys_file: Path | None = Field(
+        None,
+        description="YAML file with the digests of API keys and what each may do, read again when it changes; unset:"
+        " whoever reaches the router may use it",
+    )
     tenant_max_requests: int | None = Field(
         None, ge=1, description="requests of one tenant (x-tenant-id) that may wait or run at a time; unset: any number"
     )

@@ -22,6 +22,7 @@ from pdserve.client.events import Event
 from pdserve.client.exchange import Exchange
 from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.core.errors import PdserveError, Unavailable
+from pdserve.rpc.api_keys import check_key
 from pdserve.rpc.channel import connect
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, error_from_call, error_from_status
 from pdserve.rpc.tenant import TENANT
@@ -45,8 +46,9 @@ class Session:
     `async with`, or `close` it. It never retries: what was lost raises Broken, which is Unavailable, and what is asked
     of a closed one RpcError with CANCELLED, as a `Client` does."""
 
-    def __init__(self, target: str) -> None:
-        """`target` is the router's host:port."""
+    def __init__(self, target: str, *, api_key: str = "") -> None:
+        """`target` is the router's host:port. `api_key` is shown with each request that brings none."""
+        self._key = check_key(api_key)
         self._channel = connect(target)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._numbers = itertools.count(1)
@@ -70,7 +72,7 @@ class Session:
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> EventStream:
         """Run one request; events and options as in `Client.generate`. Leaving the stream cancels it on the server."""
-        return EventStream(self.events(Exchange(prompt, options)))
+        return EventStream(self.events(Exchange(prompt, {"api_key": self._key, **options})))
 
     async def events(self, exchange: Exchange) -> AsyncGenerator[Event]:
         """What is new of `exchange`, which may have had other tries, to its end. Close it to cancel."""
@@ -84,6 +86,7 @@ class Session:
             time_remaining_ms=0 if timeout is None else max(1, round(timeout * 1e3)),
             traceparent=metadata.get(TRACEPARENT, ""),
             tenant_id=metadata.get(TENANT, ""),
+            api_key=exchange.api_key,
         )
         if self._stream is None or self._stream.ended:
             self._stream = _Stream(self._stub.Multiplex())
