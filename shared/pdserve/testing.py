@@ -19,7 +19,7 @@ import grpc.aio
 
 from pdserve.client import NO_RETRIES, Client
 from pdserve.core.errors import Unavailable
-from pdserve.launch import Machine, ModelPart, Service, Suite, WorkerOptions, plan_suite
+from pdserve.launch import Machine, ModelPart, Service, Suite, TlsFiles, WorkerOptions, plan_suite
 from pdserve.launch.models import model_part
 from pdserve.rpc.access import PLAIN, Access
 from pdserve.rpc.channel import connect
@@ -38,6 +38,7 @@ class Cluster:
     `models` is a folder, or ModelParts for several models or counts of their own. `options` are WorkerOptions'
     fields; `per_worker` overrides single flags of single services: {"decode-0": {"kv-cache-memory": 1 << 20}}.
     Logs go to `log_folder`, or to a folder that is deleted at the end. With `metrics` every service exports its own.
+    With `tls` all of them listen with it, and call one another so.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Cluster:
         prefix_caches: int = 0,
         gateways: int = 0,
         metrics: bool = False,
+        tls: TlsFiles | None = None,
         per_worker: Mapping[str, Mapping[str, object]] | None = None,
         log_folder: Path | None = None,
         **options: Any,
@@ -69,6 +71,7 @@ class Cluster:
             gateways=gateways,
             metrics_port=0 if metrics else None,
             per_worker=per_worker,
+            tls=tls,
         )
         self._log_folder = log_folder
         self._stack = AsyncExitStack()
@@ -82,7 +85,9 @@ class Cluster:
             folder = self._log_folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-")))
             suite = Suite(self._plan, log_folder=folder, start_timeout=START_TIMEOUT)
             self.suite = await stack.enter_async_context(suite)
-            self.client = await stack.enter_async_context(Client(self.suite.endpoint, retry=NO_RETRIES))
+            self.client = await stack.enter_async_context(
+                Client(self.suite.endpoint, retry=NO_RETRIES, tls=suite.access.tls)
+            )
             self._stack = stack.pop_all()
         return self
 
@@ -104,7 +109,8 @@ class Cluster:
         """The first gateway's URL. Unavailable where there is none."""
         if not self.suite.gateways:
             raise Unavailable("this cluster has no gateway: ask for one with gateways=1")
-        return f"http://{self.suite.gateways[0].endpoint}"
+        scheme = "https" if self._plan.tls else "http"
+        return f"{scheme}://{self.suite.gateways[0].endpoint}"
 
     @property
     def metrics(self) -> dict[str, str]:

@@ -106,7 +106,7 @@ async def test_a_key_opens_what_it_is_for(cluster: Cluster, keys: Keys) -> None:
             alice.tokenize("hi", model="other"),
             alice.detokenize([1], model="nothing"),
         ):
-            with pytest.raises(PermissionDenied, match="'(other|nothing)'"):
+            with pytest.raises(PermissionDenied, match=r"'(other|nothing)'"):
                 await refused
 
 
@@ -183,9 +183,11 @@ async def test_two_tenants_and_a_stranger_on_one_stream(cluster: Cluster, keys: 
     async with client_of(cluster, keys.of["bob"]) as bob:
         seen = {one.request_id for one in await bob.traces(100)}
         assert "mux-b" in seen and "mux-a" not in seen
-    async with Session(cluster.endpoint, api_key=keys.of["alice"]) as session:
-        async with session.generate("hi", **SHORT) as events:
-            assert [type(event) async for event in events][-1] is Finish
+    async with (
+        Session(cluster.endpoint, api_key=keys.of["alice"]) as session,
+        session.generate("hi", **SHORT) as events,
+    ):
+        assert [type(event) async for event in events][-1] is Finish
 
 
 async def test_a_file_that_changes_holds_from_the_next_call_on(cluster: Cluster, keys: Keys) -> None:

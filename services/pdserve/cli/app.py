@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from pdserve.cli import config, demo, explain, generate, keys, models, probe, serve, simulate, status, top, trace
+from pdserve.rpc.tls import Tls
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,10 +42,20 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _pem(name: str, text: str) -> Any:
+    return typer.Option(f"--tls-{name}-file", envvar=f"PDSERVE_TLS_{name.upper()}_FILE", show_envvar=True, help=text)
+
+
 @app.callback()
 def _options(
+    context: typer.Context,
+    tls_ca_file: Annotated[Path | None, _pem("ca", "Authorities, in PEM: call routers and workers with TLS.")] = None,
+    tls_cert_file: Annotated[Path | None, _pem("cert", "Own certificate, for those that ask for one.")] = None,
+    tls_key_file: Annotated[Path | None, _pem("key", "Its key.")] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Serve large language models with prefill and decode on separate workers."""
+    if tls_ca_file is not None:
+        context.obj = Tls(tls_ca_file, tls_cert_file, tls_key_file)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, parse_size, run, show_table
-from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, InternalSecretFile, router
+from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, InternalSecretFile, own_access, router
 from pdserve.cli.watch_worker import first_load
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.fabric import needed_bandwidth, say_bytes, say_rate, verdict
-from pdserve.rpc.access import PLAIN, Access, access_of
+from pdserve.rpc.access import PLAIN, Access
 
 if TYPE_CHECKING:
     from pdserve.client import Client, FleetWorker
@@ -102,7 +102,7 @@ def links(
     reports: list[PairReport] = []
 
     async def main() -> None:
-        reports.extend(await probe(target, sizes, size, connect_timeout, access_of(internal_secret_file)))
+        reports.extend(await probe(target, sizes, size, connect_timeout, own_access(internal_secret_file)))
 
     run(main())
     if as_json:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, run, show_table
-from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, InternalSecretFile, router
+from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, InternalSecretFile, own_access, router
 from pdserve.cli.watch_worker import first_load
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.policy.estimate import Speed
-from pdserve.rpc.access import PLAIN, Access, access_of
+from pdserve.rpc.access import PLAIN, Access
 
 if TYPE_CHECKING:
     from pdserve.client import Client, FleetWorker
@@ -61,7 +61,7 @@ def speed(
     reports: list[SpeedReport] = []
 
     async def main() -> None:
-        reports.extend(await probe(target, requests, prompt_tokens, connect_timeout, access_of(internal_secret_file)))
+        reports.extend(await probe(target, requests, prompt_tokens, connect_timeout, own_access(internal_secret_file)))
 
     run(main())
     if as_json:

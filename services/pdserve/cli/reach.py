@@ -10,9 +10,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
 
+from pdserve.rpc.access import Access, access_of
 from pdserve.rpc.endpoint import parse_endpoint
+from pdserve.rpc.tls import Tls
 
 if TYPE_CHECKING:
     from pdserve.client import Client
@@ -46,13 +49,24 @@ async def router(
     from pdserve.client import Client
 
     await _wait(target, connect_timeout, serving)
-    async with Client(target, api_key=own_api_key(), **options) as client:
+    async with Client(target, api_key=own_api_key(), tls=own_tls(), **options) as client:
         yield client
 
 
 def own_api_key() -> str:
     """The key of whoever runs this command. In a variable, because everybody on a machine sees its command lines."""
     return os.environ.get("PDSERVE_API_KEY", "")
+
+
+def own_tls() -> Tls | None:
+    """What `pdserve --tls-ca-file ...` says; None: no TLS."""
+    context = click.get_current_context(silent=True)
+    return context.find_object(Tls) if context is not None else None
+
+
+def own_access(internal_secret_file: Path | None) -> Access:
+    """What this command shows to workers. Raises ConfigError."""
+    return access_of(internal_secret_file, own_tls())
 
 
 async def _wait(target: str, seconds: float, serving: bool) -> None:
@@ -89,7 +103,7 @@ async def _serving(target: str) -> None:
 
     from pdserve.rpc.channel import connect
 
-    async with connect(target) as channel:
+    async with connect(target, Access(tls=own_tls())) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=_SERVICE))
         try:
             async for response in call:

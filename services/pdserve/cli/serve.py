@@ -57,7 +57,9 @@ async def _plan(settings: ServeSettings) -> SuitePlan:
     """Fetch the models and divide this machine. Raises ConfigError, ModelError."""
     from pdserve.launch import Machine, WorkerOptions, plan_suite
 
-    access_of(settings.internal_secret_file)  # what is wrong with it is better told before anything is started
+    access_of(
+        settings.internal_secret_file, settings.tls.caller if settings.tls else None
+    )  # what is wrong with it is better told before anything is started
     require_free(settings.host, settings.port)
     for offset in range(settings.gateways if settings.http_port else 0):
         require_free(settings.host, settings.http_port + offset, "--http-port")
@@ -73,6 +75,7 @@ async def _plan(settings: ServeSettings) -> SuitePlan:
         port=settings.port,
         http_port=settings.http_port,
         metrics_port=settings.metrics_port,
+        tls=settings.tls,
         per_worker={"router": {"api-keys-file": settings.api_keys_file}},
     )
 
@@ -103,8 +106,9 @@ async def _serve(plan: SuitePlan, log_dir: Path | None, secret: Path | None) -> 
             )
         typer.echo(f"ready at {suite.endpoint}")
         typer.echo(f"try: pdserve generate 'Hello' --chat --target {suite.endpoint}", err=True)
+        scheme = "https" if plan.tls else "http"
         for gateway in suite.gateways:
-            typer.echo(f"OpenAI API at http://{gateway.endpoint}/v1", err=True)
+            typer.echo(f"OpenAI API at {scheme}://{gateway.endpoint}/v1", err=True)
         typer.echo(f"for pdserve probe: --internal-secret-file {suite.internal_secret_file}", err=True)
         for name, url in suite.metrics.items():
             typer.echo(f"metrics of {name} at {url}", err=True)
@@ -120,7 +124,7 @@ async def _say_draining(suite: Suite) -> None:
     from pdserve.client import NO_RETRIES, Client
 
     try:
-        async with Client(suite.endpoint, retry=NO_RETRIES, api_key=own_api_key()) as client:
+        async with Client(suite.endpoint, retry=NO_RETRIES, api_key=own_api_key(), tls=suite.access.tls) as client:
             running = sum(model.running for model in (await client.stats(_ASK_SECONDS)).models)
         typer.echo(draining(running), err=True)
     except PdserveError:

@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 async def serve(settings: RouterSettings) -> None:
     """Run a router until it is told to stop. Raises PdserveError when it cannot."""
-    access = access_of(settings.internal_secret_file)
+    access = access_of(settings.internal_secret_file, settings.caller_tls)
     metrics = RouterMetrics(settings.slo)
     callers = Callers(settings.api_keys_file, metrics)
     service = InferenceService(settings, [metrics], callers)

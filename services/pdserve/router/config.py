@@ -11,10 +11,10 @@ from pydantic import Field
 
 from pdserve.core.slo import SloTargets
 from pdserve.policy.disaggregation import NoWorker, Protect, Rules
-from pdserve.rpc.settings import Endpoint, FleetSettings
+from pdserve.rpc.settings import CallingSettings, Endpoint, FleetSettings
 
 
-class RouterSettings(FleetSettings):
+class RouterSettings(FleetSettings, CallingSettings):
     """What a router needs to know: which workers, which models, and its own limits."""
 
     worker: list[Endpoint] = Field(

@@ -45,6 +45,7 @@ class Fleet:
         self._settings = settings
         self._access = access
         self._models = models
+        self._names: dict[str, str] = {}  # what an address was resolved from, for its certificate
         self._targets = [parse_endpoint(target) for target in settings.worker]
         self._workers: dict[str, Worker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -156,7 +157,15 @@ class Fleet:
 
     def adopt(self, endpoint: str) -> Worker:
         """One more worker, which somebody else connects to."""
-        worker = Worker(endpoint, self.router_id, self._settings.lease_seconds, self._index, self, self._access)
+        worker = Worker(
+            endpoint,
+            self.router_id,
+            self._settings.lease_seconds,
+            self._index,
+            self,
+            self._access,
+            self._names.get(endpoint, ""),
+        )
         self._workers[endpoint], self._silent = worker, None
         return worker
 
@@ -203,6 +212,7 @@ class Fleet:
                 if _needs_resolving(host):
                     found = await _resolve(host, port, self._settings.resolve_seconds)
                     now |= found
+                    self._names |= dict.fromkeys(found, host)
                     complete = complete and bool(found)
             # A name server's outage must not take the fleet away.
             self._apply(now, before if complete else set())

@@ -22,7 +22,7 @@ from pdserve.router.ledger import Ledger
 from pdserve.router.session import DecodeSession
 from pdserve.router.tasks import until_first_ends
 from pdserve.rpc.access import PLAIN, Access
-from pdserve.rpc.channel import CLIENT_OPTIONS, connect
+from pdserve.rpc.channel import CLIENT_OPTIONS, Option, connect
 from pdserve.rpc.convert import layout_from_proto, speed_from_proto
 from pdserve.rpc.errors import error_from_call, from_server
 from pdserve.rpc.versions import our_versions
@@ -60,9 +60,11 @@ class Worker:
         index: PrefixIndex,
         listener: Listener,
         access: Access = PLAIN,
+        name: str = "",
     ) -> None:
         """`lease`, in seconds, is the silence that ends a connection. The worker keeps what it says of its cache in
-        `index`, under its endpoint. Calls to it carry `access`."""
+        `index`, under its endpoint. Calls to it carry `access`. `name` is what its certificate is for;
+        empty: the endpoint's own host."""
         self.endpoint = endpoint
         self.snapshot: worker_pb2.WorkerSnapshot | None = None
         self.load = worker_pb2.WorkerLoad()
@@ -80,7 +82,7 @@ class Worker:
         self._lease = lease
         self._index = index
         self._listener = listener
-        self._access = access
+        self._access, self._name = access, name
         self._refused = False
         self._sequence = 0
         self._link_facts: Mapping[str, LinkFacts] = {}
@@ -153,7 +155,7 @@ class Worker:
         reached, reason = False, "closed"
         hello = worker_pb2.WatchRequest(protocol=our_versions())
         try:
-            async with _lease_channel(self.endpoint, self._lease, self._access) as channel:
+            async with _lease_channel(self.endpoint, self._lease, self._access, self._name) as channel:
                 try:
                     watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(hello)
                     async with asyncio.timeout(self._lease):
@@ -262,7 +264,7 @@ class Worker:
         self._link_facts = {link.peer: LinkFacts(link.bytes_per_second, link.path) for link in table.links}
 
 
-def _lease_channel(endpoint: str, lease: float, access: Access) -> grpc.aio.Channel:
+def _lease_channel(endpoint: str, lease: float, access: Access, name: str) -> grpc.aio.Channel:
     """A channel whose pings find out within `lease` seconds that nobody is there any more. Its connection is its own,
     so that its end is this worker's end."""
     half = max(50, round(lease * 500))
@@ -270,7 +272,10 @@ def _lease_channel(endpoint: str, lease: float, access: Access) -> grpc.aio.Chan
         "grpc.keepalive_time_ms": half,
         "grpc.keepalive_timeout_ms": half,
     }
-    options = [(name, value) for name, value in CLIENT_OPTIONS if name not in ours] + list(ours.items())
+    options: list[Option] = [option for option in CLIENT_OPTIONS if option[0] not in ours]
+    options += ours.items()
+    if name:
+        options.append(("grpc.ssl_target_name_override", name))
     return connect(endpoint, access, options)
 
 

@@ -25,9 +25,11 @@ from pdserve.client.stats import Stats
 from pdserve.client.targets import Rotation, targets_of
 from pdserve.client.tokens import Tokenization
 from pdserve.client.traces import RequestSummary, Trace
+from pdserve.rpc.access import Access
 from pdserve.rpc.api_keys import bearer
 from pdserve.rpc.channel import connect
 from pdserve.rpc.errors import RpcError
+from pdserve.rpc.tls import Tls
 from pdserve.v1 import inference_pb2_grpc
 
 
@@ -71,6 +73,7 @@ class Client:
         on_retry: Callable[[Retry], None] | None = None,
         wait_for_ready: bool = False,
         api_key: str = "",
+        tls: Tls | None = None,
     ) -> None:
         """`target` is the router's host:port; it is connected to by the first call. Of several, one is asked until
         it is lost; then it is the next one's turn. One that is full is passed over for the moment.
@@ -80,11 +83,13 @@ class Client:
         `wait_for_ready` waits for it as long as the deadline allows, without using up retries; ValueError with several.
 
         `api_key` is shown with each call, where the router asks for one. InvalidRequest for a text that cannot be one.
+        `tls` says whom to trust, and what to show a router that asks for certificates; None: no TLS. ConfigError for
+        files that cannot be read.
         """
         self._settings = CallSettings(timeout, retry, on_retry, wait_for_ready)
         self._settings.check(targets := targets_of(target))
         self._key, self._metadata = api_key, bearer(api_key)
-        self._channels = [connect(one) for one in targets]
+        self._channels = [connect(one, Access(tls=tls)) for one in targets]
         self._stubs = Rotation([inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
         self._closed = asyncio.Event()
 

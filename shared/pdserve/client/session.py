@@ -22,10 +22,12 @@ from pdserve.client.events import Event
 from pdserve.client.exchange import Exchange
 from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.core.errors import PdserveError, Unavailable
+from pdserve.rpc.access import Access
 from pdserve.rpc.api_keys import check_key
 from pdserve.rpc.channel import connect
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, error_from_call, error_from_status
 from pdserve.rpc.tenant import TENANT
+from pdserve.rpc.tls import Tls
 from pdserve.telemetry.tracing import TRACEPARENT
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
@@ -46,10 +48,11 @@ class Session:
     `async with`, or `close` it. It never retries: what was lost raises Broken, which is Unavailable, and what is asked
     of a closed one RpcError with CANCELLED, as a `Client` does."""
 
-    def __init__(self, target: str, *, api_key: str = "") -> None:
-        """`target` is the router's host:port. `api_key` is shown with each request that brings none."""
+    def __init__(self, target: str, *, api_key: str = "", tls: Tls | None = None) -> None:
+        """`target` is the router's host:port. `api_key` is shown with each request that brings none.
+        `tls` as for a `Client`."""
         self._key = check_key(api_key)
-        self._channel = connect(target)
+        self._channel = connect(target, Access(tls=tls))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._numbers = itertools.count(1)
         self._stream: _Stream | None = None

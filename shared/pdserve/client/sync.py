@@ -28,6 +28,7 @@ from pdserve.client.traces import RequestSummary, Trace
 from pdserve.rpc.api_keys import bearer
 from pdserve.rpc.channel import connect_blocking
 from pdserve.rpc.errors import RpcError
+from pdserve.rpc.tls import Tls
 from pdserve.v1 import inference_pb2_grpc
 
 
@@ -91,12 +92,13 @@ class SyncClient:
         on_retry: Callable[[Retry], None] | None = None,
         wait_for_ready: bool = False,
         api_key: str = "",
+        tls: Tls | None = None,
     ) -> None:
         """As `Client`. `on_retry` is called by the thread whose call it is."""
         self._settings = CallSettings(timeout, retry, on_retry, wait_for_ready)
         self._settings.check(targets := targets_of(target))
         self._key, self._metadata = api_key, bearer(api_key)
-        self._channels = [connect_blocking(one) for one in targets]
+        self._channels = [connect_blocking(one, tls) for one in targets]
         self._stubs = Rotation([inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
         self._changed = threading.Condition()  # guards what follows, and every _Place
         self._closed = False

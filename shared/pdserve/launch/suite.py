@@ -82,7 +82,7 @@ class Suite:
     def access(self) -> Access:
         """What the suite's workers and caches want to be shown. Raises Unavailable
         where the suite does not run."""
-        return access_of(self._secret.path)
+        return access_of(self._secret.path, self.plan.tls.caller if self.plan.tls else None)
 
     async def __aenter__(self) -> Suite:
         self._secret.make()

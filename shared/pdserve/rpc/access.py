@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.core.errors import ConfigError
+from pdserve.rpc.tls import Tls
 
 INTERNAL = "x-pdserve-internal"
 MIN_SECRET = 16  # characters: 64 bits, where it is random hexadecimal digits
@@ -37,18 +38,21 @@ class Secret:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What calls carry: the fleet's secret, or nothing."""
+    """What calls carry: the fleet's secret, or nothing; and what goes over TLS."""
 
     secret: Secret | None = None
+    tls: Tls | None = None
 
 
 PLAIN = Access()
 """Of a process that has nothing to show."""
 
 
-def access_of(internal_secret_file: Path | None) -> Access:
-    """What settings name. Raises ConfigError for a file that cannot be it."""
-    return Access(read_secret(internal_secret_file) if internal_secret_file else None)
+def access_of(internal_secret_file: Path | None, tls: Tls | None = None) -> Access:
+    """What settings name. Raises ConfigError for files that cannot be it."""
+    if tls is not None:
+        tls.check()
+    return Access(read_secret(internal_secret_file) if internal_secret_file else None, tls)
 
 
 def read_secret(path: Path) -> Secret:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
 import grpc.aio
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -84,8 +85,10 @@ class GrpcServer:
         await self.launcher.start()
         try:
             host, port = self._settings.host, self._settings.port
+            tls = self._settings.server_tls
+            credentials = tls.credentials() if tls else None
             try:
-                bound = self._server.add_insecure_port(join_host_port(host, port))
+                bound = self._listen(join_host_port(host, port), credentials)
             except RuntimeError as error:
                 raise ConfigError(f"cannot listen on {join_host_port(host, port)}: {_obstacle(host, port)}") from error
             self.endpoint = join_host_port(self._settings.advertise_host or advertised_host(host), bound)
@@ -100,8 +103,13 @@ class GrpcServer:
             await self.launcher.close()
             raise
         self.launcher.report("bound", endpoint=self.endpoint)
-        log.info("bound", endpoint=self.endpoint, services=self._names, metrics=self.metrics_url)
+        log.info("bound", endpoint=self.endpoint, services=self._names, metrics=self.metrics_url, tls=tls is not None)
         return self
+
+    def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        if credentials is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, credentials)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

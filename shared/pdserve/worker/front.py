@@ -72,12 +72,12 @@ class RoleService(Protocol):
 class WorkerFront:
     """Engine, links, watch board, metrics and prefix client of one worker, and the loop that hands messages on.
 
-    Raises ConfigError for a secret that cannot be read.
+    Raises ConfigError for a secret or files of TLS that cannot be read.
     """
 
     def __init__(self, settings: WorkerSettings, role: str, worker_id: str) -> None:
         self.settings, self.role, self.worker_id = settings, role, worker_id
-        self.access = access_of(settings.internal_secret_file)
+        self.access = access_of(settings.internal_secret_file, settings.caller_tls)
         self.incarnation = secrets.token_hex(8)
         self.node = socket.gethostname()
         self.engine = EngineClient(settings.for_engine(role))
