@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
@@ -233,6 +235,21 @@ async def test_openai_s_client_at_the_gateway(cluster: Cluster, keys: Keys) -> N
             await poor.completions.create(model="tiny", prompt="x" * 100, max_tokens=100)
             await poor.completions.create(model="tiny", prompt="x" * 100, max_tokens=100)
         assert limited.value.code == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize(("who", "status", "says"), [("alice", 0, '"model": "tiny"'), ("", 1, "no API key")])
+async def test_commands_take_the_key_from_a_variable(
+    cluster: Cluster, keys: Keys, who: str, status: int, says: str
+) -> None:
+    words = ("status", "--json", "--target", cluster.endpoint)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "pdserve.cli", *words),
+        env={**os.environ, "PDSERVE_API_KEY": keys.of.get(who, "")},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    out, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == status and says in out.decode() and "other" not in out.decode()
 
 
 async def test_the_page_and_its_data(cluster: Cluster, keys: Keys) -> None:

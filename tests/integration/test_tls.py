@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.error
+import sys
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -95,6 +95,30 @@ async def test_the_gateway_speaks_https_to_who_shows_a_certificate(
     assert cluster.http.startswith("https://") and await asyncio.to_thread(get, client) == 200
     with pytest.raises(OSError):  # by TLS 1.3 a client hears of it when it reads
         await asyncio.to_thread(get, Tls(ours.cert))
+
+
+async def command(*words: str) -> tuple[int | None, str, str]:
+    """Exit status, stdout and stderr of the command line."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "pdserve.cli", *words), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_commands_through_tls(cluster: Cluster, client: Tls) -> None:
+    """To the router, and to the workers themselves."""
+    tls = ["--tls-ca-file", str(client.ca_file), "--tls-cert-file", str(client.cert_file)]
+    tls += ["--tls-key-file", str(client.key_file)]
+    where = ["--target", cluster.endpoint, "--connect-timeout", "1"]
+    secret = ["--internal-secret-file", str(cluster.suite.internal_secret_file)]
+    status, out, _ = await command(*tls, "status", "--json", *where)
+    assert status == 0 and len(out.splitlines()) == 3
+    status, _, err = await command(*tls, "probe", "links", *where, *secret, "--bytes", "64KiB", "--json")
+    assert status in (0, 1) and "cannot" not in err  # 1: slower than its prefill worker, on a busy machine
+    assert (await command("status", *where))[0] == 1
+    status, _, err = await command("--tls-ca-file", "/nothing", "status", *where)
+    assert status == 2 and "/nothing: no certificates to trust" in err
 
 
 async def test_probes_through_tls(cluster: Cluster, client: Tls, capsys: pytest.CaptureFixture[str]) -> None:

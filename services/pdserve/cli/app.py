@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pdserve.cli import config, demo, explain, generate, keys, models, probe, serve, simulate, status, top, trace
+from pdserve.cli import config, demo, explain, generate, keys, models, probe, reach, serve, simulate, status, top, trace
 from pdserve.rpc.tls import Tls
 
 app = typer.Typer(
@@ -48,7 +48,6 @@ def _pem(name: str, text: str) -> Any:
 
 @app.callback()
 def _options(
-    context: typer.Context,
     tls_ca_file: Annotated[Path | None, _pem("ca", "Authorities, in PEM: call routers and workers with TLS.")] = None,
     tls_cert_file: Annotated[Path | None, _pem("cert", "Own certificate, for those that ask for one.")] = None,
     tls_key_file: Annotated[Path | None, _pem("key", "Its key.")] = None,
@@ -57,5 +56,4 @@ def _options(
     ] = False,
 ) -> None:
     """Serve large language models with prefill and decode on separate workers."""
-    if tls_ca_file is not None:
-        context.obj = Tls(tls_ca_file, tls_cert_file, tls_key_file)
+    reach.TLS.set(Tls(tls_ca_file, tls_cert_file, tls_key_file) if tls_ca_file else None)

@@ -7,10 +7,10 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 from pdserve.rpc.access import Access, access_of
@@ -24,6 +24,8 @@ ConnectTimeout = Annotated[
     float, typer.Option(min=0.0, metavar="SECONDS", help="How long to wait for a router that is not up yet.")
 ]
 DEFAULT_CONNECT_TIMEOUT = 10.0
+TLS: ContextVar[Tls | None] = ContextVar("tls", default=None)
+"""Of the command that runs; set once, before it."""
 InternalSecretFile = Annotated[
     Path | None,
     typer.Option(
@@ -60,8 +62,7 @@ def own_api_key() -> str:
 
 def own_tls() -> Tls | None:
     """What `pdserve --tls-ca-file ...` says; None: no TLS."""
-    context = click.get_current_context(silent=True)
-    return context.find_object(Tls) if context is not None else None
+    return TLS.get()
 
 
 def own_access(internal_secret_file: Path | None) -> Access:

@@ -7,7 +7,7 @@ PdserveError
 ├── UnknownModel        no such model here
 ├── UnknownRequest      no such request here, or not any more
 ├── NoCapacity          refused before anything was spent; may carry when to retry
-│   ├── TenantLimited   its tenant has as much as it may have
+│   ├── TenantLimited   its tenant, or its key, has as much as it may have
 │   └── TooLate         predicted to miss its targets, or its deadline, for what is ahead of it
 ├── Unavailable         a part of the fleet is missing or leaving
 ├── ModelError          a model folder that cannot be served
@@ -61,7 +61,7 @@ class NoCapacity(PdserveError):
 
 
 class TenantLimited(NoCapacity):
-    """A tenant's requests or tokens are all taken. Others may well get in."""
+    """A tenant's or a key's requests or tokens are all taken. Others may well get in."""
 
 
 class TooLate(NoCapacity):
