@@ -15,7 +15,7 @@ import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, parse_size, run, show_table
 from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, InternalSecretFile, own_access, router
-from pdserve.cli.watch_worker import first_load
+from pdserve.cli.watch_worker import address_of, first_load
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.fabric import needed_bandwidth, say_bytes, say_rate, verdict
 from pdserve.rpc.access import PLAIN, Access
@@ -166,7 +166,7 @@ async def _probe(
         frame_bytes=frame_bytes,
         bytes_per_size=bytes_per_size,
     )
-    async with connect(prefill.endpoint, access) as channel:
+    async with connect(address_of(prefill, access), access) as channel:
         call = worker_pb2_grpc.WorkerServiceStub(channel).ProbeLink(request, timeout=PROBE_TIMEOUT)
         try:
             answer = await call
@@ -195,7 +195,7 @@ async def _prefill_rate(client: Client, worker: FleetWorker, prefill_workers: in
     length = max(1, min(PROMPT_TOKENS, worker.max_model_len - 2))
     why = f"{worker.worker_id} has not measured yet how fast it computes"
     typer.echo(f"{why}; sending a prompt of {length} random tokens", err=True)
-    watch = asyncio.create_task(first_load(worker.endpoint, _rate, access=access))
+    watch = asyncio.create_task(first_load(address_of(worker, access), _rate, access=access))
     try:
         for _ in range(2 * prefill_workers):
             prompt = [random.randrange(worker.vocab_size) for _ in range(length)]

@@ -14,7 +14,7 @@ import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, run, show_table
 from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, InternalSecretFile, own_access, router
-from pdserve.cli.watch_worker import first_load
+from pdserve.cli.watch_worker import address_of, first_load
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.policy.estimate import Speed
 from pdserve.rpc.access import PLAIN, Access
@@ -152,7 +152,9 @@ async def _latest(worker: FleetWorker, access: Access) -> Speed:
     from pdserve.rpc.convert import speed_from_proto
 
     try:
-        return await first_load(worker.endpoint, lambda load: speed_from_proto(load.speed), REPORT_TIMEOUT, access)
+        return await first_load(
+            address_of(worker, access), lambda load: speed_from_proto(load.speed), REPORT_TIMEOUT, access
+        )
     except PdserveError as error:
         typer.echo(f"{worker.worker_id} cannot be asked, so this is what the router heard last: {error}", err=True)
         return worker.speed

@@ -9,9 +9,16 @@ from pdserve.core.errors import Unavailable
 from pdserve.rpc.access import PLAIN, Access
 
 if TYPE_CHECKING:
+    from pdserve.client import FleetWorker
     from pdserve.v1 import worker_pb2
 
 T = TypeVar("T")
+
+
+def address_of(worker: FleetWorker, access: Access) -> str:
+    """Where to ask a worker: as its router does, and with TLS by the name that it gives itself, which its certificate
+    is for; routers know some by bare addresses."""
+    return worker.own_endpoint or worker.endpoint if access.tls else worker.endpoint
 
 
 async def first_load(

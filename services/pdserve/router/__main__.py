@@ -18,7 +18,7 @@ from pdserve.router.models import Models, load_models, model_sources
 from pdserve.router.service import SERVICE, InferenceService
 from pdserve.rpc.access import access_of
 from pdserve.rpc.channel import PUBLIC_MESSAGE_BYTES
-from pdserve.rpc.server import GrpcServer
+from pdserve.rpc.server import GrpcServer, warn_where_open
 from pdserve.telemetry.export import Metrics
 from pdserve.telemetry.logs import setup_logs
 from pdserve.telemetry.tracing import setup_tracing
@@ -34,6 +34,8 @@ async def serve(settings: RouterSettings) -> None:
     callers = Callers(settings.api_keys_file, metrics)
     service = InferenceService(settings, [metrics], callers)
     check = callers.check if settings.api_keys_file else None
+    if check is None:
+        warn_where_open(settings, "api-keys-file")
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     export = Metrics(metrics.registry, "router")
     async with GrpcServer(settings, [(add, service, SERVICE)], export, PUBLIC_MESSAGE_BYTES, check) as server:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 import structlog
 
 from pdserve.core.errors import ConfigError, PermissionDenied, Unauthenticated
+from pdserve.router.models import Models, ServedModel
 from pdserve.rpc.api_keys import ApiKey, KeyRing, read_keys, shown_key
 from pdserve.rpc.tenant import ANONYMOUS, TENANT, check_tenant
 
@@ -44,17 +45,13 @@ class Caller:
     def may_use(self, model: str) -> bool:
         return self.key is None or self.key.models is None or model in self.key.models
 
-    def model(self, name: str, served: Iterable[str]) -> str:
-        """The model that is meant by `name`: empty is the only one of those `served` that it may use, where it is just
-        one. Raises PermissionDenied, for models that there are and others alike."""
-        usable = [one for one in served if self.may_use(one)]
-        if not name and len(usable) == 1:
-            return usable[0]
+    def model(self, name: str, models: Models) -> ServedModel:
+        """The one of `models` that is meant by `name`, where empty is the only one that it may use. Raises
+        UnknownModel, which names none of the others, and PermissionDenied, for models that there are and others alike.
+        """
         if name and not self.may_use(name):
             raise PermissionDenied(f"this key is not for the model {name!r}")
-        if not name and not usable:
-            raise PermissionDenied("this key is for none of the models here")
-        return name
+        return Models(model for model in models if self.may_use(model.name)).get(name)
 
 
 ANYBODY = Caller()

@@ -182,6 +182,7 @@ class Fleet:
             if not self._workers[endpoint].connected:
                 self._tasks.pop(endpoint).cancel()
                 del self._workers[endpoint]
+                self._names.pop(endpoint, None)
                 self._index.drop(endpoint)
                 self.changed()
 

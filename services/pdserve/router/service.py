@@ -140,7 +140,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         fleet, dispatcher, door = self._fleet, self._dispatcher, self._door
         if fleet is None or dispatcher is None or door is None or self._draining:
             raise Unavailable("this router is draining" if self._draining else "this router is starting")
-        model = self._model(caller, request.model)
+        model = caller.model(request.model, self._models)
         wishes = Wishes(
             tenant=caller.tenant(metadata),
             session=request.session_id,
@@ -230,14 +230,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         except PdserveError as error:
             await abort(context, error)
 
-    def _model(self, caller: Caller, name: str) -> ServedModel:
-        """Raises PermissionDenied, UnknownModel."""
-        return self._models.get(caller.model(name, (model.name for model in self._models)))
-
     def _known(self, caller: Caller, name: str) -> tuple[ServedModel, ModelFacts]:
         """A model and its limits. Raises PermissionDenied, UnknownModel, and Unavailable before any of its workers has
         answered."""
-        model = self._model(caller, name) if self._fleet else None
+        model = caller.model(name, self._models) if self._fleet else None
         if model is None or self._fleet is None:
             raise Unavailable("this router is starting")
         facts = self._fleet.facts(model)

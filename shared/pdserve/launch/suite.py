@@ -80,15 +80,15 @@ class Suite:
 
     @property
     def access(self) -> Access:
-        """What the suite's workers and caches want to be shown. Raises Unavailable
-        where the suite does not run."""
+        """What the suite's workers and caches want to be shown. Raises Unavailable where the suite does not
+        run."""
         return access_of(self._secret.path, self.plan.tls.caller if self.plan.tls else None)
 
     async def __aenter__(self) -> Suite:
-        self._secret.make()
-        if self._log_folder:
-            self._log_folder.mkdir(parents=True, exist_ok=True)
         try:
+            self._secret.make()
+            if self._log_folder:
+                self._log_folder.mkdir(parents=True, exist_ok=True)
             async with asyncio.timeout(self._start_timeout):
                 await self._start()
         except BaseException as error:

@@ -210,9 +210,14 @@ def internal_check(access: Access, settings: ServiceSettings) -> Check | None:
     this machine can reach it."""
     if access.secret is not None:
         return fleet_only(access.secret)
-    if not is_loopback(settings.host):
-        log.warning("open_to_anybody", host=settings.host, hint="internal-secret-file is unset")
+    warn_where_open(settings, "internal-secret-file")
     return None
+
+
+def warn_where_open(settings: ServiceSettings, unset: str) -> None:
+    """Log that others than this machine's may do everything, because that setting is unset."""
+    if not is_loopback(settings.host):
+        log.warning("open_to_anybody", host=settings.host, unset=unset)
 
 
 def is_loopback(host: str) -> bool:

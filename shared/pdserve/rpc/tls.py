@@ -80,7 +80,7 @@ def _load_authorities(context: ssl.SSLContext, path: Path | str | None) -> None:
     if path is None:
         return
     try:
-        context.load_verify_locations(path)
+        context.load_verify_locations(Path(path).expanduser())
     except OSError as error:  # which ssl.SSLError is, too
         raise ConfigError(f"{path}: no certificates to trust: {_told(error)}") from None
 
@@ -90,7 +90,7 @@ def _load_identity(context: ssl.SSLContext, cert: Path | str | None, key: Path |
         return
     try:
         # Without a password: openssl would ask for it on the terminal.
-        context.load_cert_chain(cert, key, password=lambda: "")
+        context.load_cert_chain(Path(cert).expanduser(), Path(key).expanduser(), password=lambda: "")
     except OSError as error:
         raise ConfigError(f"{cert} and {key}: no certificate with its key: {_told(error)}") from None
 
@@ -101,4 +101,4 @@ def _told(error: OSError) -> str:
 
 
 def _read(path: Path | str | None) -> bytes | None:
-    return None if path is None else Path(path).read_bytes()
+    return None if path is None else Path(path).expanduser().read_bytes()

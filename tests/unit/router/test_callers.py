@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from pdserve.core.errors import ConfigError, InvalidRequest, PermissionDenied, Unauthenticated
+from pdserve.core.errors import ConfigError, InvalidRequest, PermissionDenied, Unauthenticated, UnknownModel
+from pdserve.core.sampling import SamplingParams
 from pdserve.router.callers import ANYBODY, OF_MANY, Caller, Callers
+from pdserve.router.models import Models, ServedModel
 from pdserve.rpc.api_keys import ApiKey, bearer, new_key
 
-SERVED = ["a", "b"]
+SERVED = Models(
+    ServedModel(name, Path(name), frozenset({name}), cast(Any, None), SamplingParams(), ()) for name in ("a", "b")
+)
 
 
 class Heard:
@@ -126,9 +131,10 @@ def test_an_admin_may_speak_for_anybody_and_sees_all() -> None:
 
 def test_a_key_for_some_models() -> None:
     some = caller(models=["b", "c"])
-    assert some.model("b", SERVED) == "b" == some.model("", SERVED) and caller().model("", SERVED) == ""
+    assert some.model("b", SERVED).name == "b" == some.model("", SERVED).name == caller().model("b", SERVED).name
     for name in ("a", "nothing"):  # whether it is there is not told
         with pytest.raises(PermissionDenied, match=f"'{name}'"):
             some.model(name, SERVED)
-    with pytest.raises(PermissionDenied, match="none of the models"):
-        caller(models=["c"]).model("", SERVED)
+    for name, who, told in (("c", some, "b"), ("", caller(models=["c"]), ""), ("", caller(), "a, b")):
+        with pytest.raises(UnknownModel, match=f"served: {told}$"):
+            who.model(name, SERVED)
