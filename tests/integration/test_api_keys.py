@@ -72,7 +72,7 @@ async def cluster(keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Async
     model = make_tiny_model(folder / "model", **LONG_MODEL)
     parts = [ModelPart(model, name, colocated=1) for name in ("tiny", "other")]
     flags = {"router": {"api-keys-file": keys.path}}
-    async with serve(folder / "logs", *parts, gateways=1, per_worker=flags, metrics=True) as made:
+    async with serve(folder / "logs", *parts, gateways=1, per_worker=flags, metrics=True, log_level="debug") as made:
         yield made
 
 
@@ -275,7 +275,7 @@ async def test_the_page_and_its_data(cluster: Cluster, keys: Keys) -> None:
 
 
 async def test_no_key_no_digest_and_no_prompt_stands_in_a_log(cluster: Cluster, keys: Keys) -> None:
-    """After all of the above, at the level that services have; last of this module."""
+    """After all of the above, at the level that tells most; last of this module."""
     async with client_of(cluster, keys.of["alice"]) as alice:
         said = [event async for event in alice.generate(TOLD, **{**SHORT, "max_tokens": 40})]
         answer = "".join(event.text for event in said if isinstance(event, Output))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from pdserve.core.errors import ConfigError, InvalidRequest
 from pdserve.policy.limits import Allowance, Whose
@@ -58,15 +58,15 @@ class ApiKey(_Strict):
         """What all requests with this key may have together."""
         return Allowance(self.max_requests, self.tokens_per_minute, Whose.KEY)
 
-    @property
-    def digest(self) -> bytes:
-        return bytes.fromhex(self.sha256)
-
 
 class KeyRing(_Strict):
     """All keys of a file."""
 
     keys: tuple[ApiKey, ...]
+    _digests: tuple[bytes, ...] = PrivateAttr(())
+
+    def model_post_init(self, context: Any) -> None:
+        self._digests = tuple(bytes.fromhex(key.sha256) for key in self.keys)
 
     @model_validator(mode="after")
     def _check_each_once(self) -> Self:
@@ -79,11 +79,12 @@ class KeyRing(_Strict):
         return self
 
     def find(self, shown: str) -> ApiKey | None:
-        """The entry of a key. Looks at all of them, so that the time it takes tells nothing about any."""
+        """The entry of a key. Looks at all of them, so that the time it takes tells nothing about any: a fraction of a
+        millisecond for a thousand."""
         digest, found = digest_of(shown), None
-        for key in self.keys:
-            if hmac.compare_digest(key.digest, digest):
-                found = key
+        for index, known in enumerate(self._digests):
+            if hmac.compare_digest(known, digest):
+                found = self.keys[index]
         return found
 
 
