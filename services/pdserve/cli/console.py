@@ -87,7 +87,7 @@ def _plainly(message: str) -> str:
         "Expected SETTINGS frame": "what answers there is no gRPC service; the gateway's port, perhaps?",
         "CERTIFICATE_VERIFY_FAILED": "its certificate is by no authority in --tls-ca-file, or not for that host",
         "WRONG_VERSION_NUMBER": "what answers there speaks no TLS; leave --tls-ca-file out?",
-        "failed to connect .*Socket closed": "what answers there hangs up; does it want TLS (pdserve --tls-ca-file), or a certificate?",
+        "failed to connect .*Socket closed": "it hangs up; does it want TLS (--tls-ca-file), or a certificate?",
         "no API key": "PDSERVE_API_KEY has this command's key",
         "failed to connect to all addresses": "nothing answers there; does `pdserve serve` run, and is --target right?",
         "Method not found": "what answers there is no router",
