@@ -10,7 +10,7 @@ BASELINE := sdk/baseline.binpb
 # Compose v2 where it is here, else docker-compose 1.29.
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help venv up down demo check test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-engine bench-peer bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router chaos soak clean
+.PHONY: help venv up down demo check audit test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-engine bench-peer bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router chaos soak clean
 
 help:  ## What there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -33,7 +33,7 @@ up:  ## Start the suite in containers and ask it something; needs Docker alone. 
 down:  ## Stop what `make up` started. The model stays in its volume.
 	COMPOSE_PROFILES=cpu,gpu,observability $(COMPOSE) down --remove-orphans
 
-check: $(STAMP)  ## Format, lint, types, floors, schemas, settings, what the docs name, one NCCL.
+check: $(STAMP)  ## Format, lint, types, floors, schemas, settings, what the docs name, one NCCL, known vulnerabilities.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -48,6 +48,10 @@ check: $(STAMP)  ## Format, lint, types, floors, schemas, settings, what the doc
 	$(BIN)/python scripts/dashboards.py --check
 	$(BIN)/python -m scripts.check_docs
 	$(BIN)/python scripts/check_nccl.py
+	$(BIN)/python -m scripts.audit
+
+audit: $(STAMP)  ## Has anything that the images install a known vulnerability? Says so where nobody can be asked.
+	$(BIN)/python -m scripts.audit
 
 test: $(STAMP)  ## All tests but the slow ones.
 	$(PYTEST) -m "not slow"

@@ -25,7 +25,10 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdserve.rpc.access import Access
 
 PROMPT_TOKENS, BLOCK = 8192, 16
 SHORT, ANSWER = 64, 48  # tokens of the requests that are timed
@@ -106,12 +109,12 @@ def decide_us(count: int, decisions: int = 300) -> float:
 class Direct:
     """The client that asks the two workers itself, as a router does and without one."""
 
-    def __init__(self, prefill: str, decode: str, ids: tuple[str, str]) -> None:
+    def __init__(self, prefill: str, decode: str, ids: tuple[str, str], access: Access) -> None:
         from pdserve.router.session import DecodeSession
         from pdserve.rpc.channel import connect
         from pdserve.v1 import prefill_pb2_grpc
 
-        self._channels = connect(prefill), connect(decode)
+        self._channels = connect(prefill, access), connect(decode, access)
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channels[0])
         self._session = DecodeSession(self._channels[1], "router-bench", 10.0)
         self._ids, self._endpoint = ids, decode
@@ -193,7 +196,7 @@ async def added(rounds: int, requests: int, folder: Path) -> dict[str, Any]:
     ):
         stub = InferenceServiceStub(channel)
         prefill, decode = cluster.workers["prefill-0"], cluster.workers["decode-0"]
-        direct = Direct(prefill.endpoint, decode.endpoint, ("prefill-0", "decode-0"))
+        direct = Direct(prefill.endpoint, decode.endpoint, ("prefill-0", "decode-0"), cluster.access)
         await direct.open()
 
         async def routed(tokens: list[int]) -> Timing:

@@ -126,7 +126,7 @@ async def play(cluster: Cluster, streams: int, window: float, harm: str) -> Roun
 
         for _ in range(VICTIMS):
             tasks.create_task(load.ask(LONG, VICTIM_TOKENS))
-        await wait_load(victim.endpoint, sent)
+        await wait_load(victim.endpoint, sent, access=cluster.access)
         mark = time.monotonic()
         if harm == "kill":
             await cluster.kill(VICTIM)

@@ -19,8 +19,9 @@ import grpc.aio
 
 from pdserve.client import NO_RETRIES, Client
 from pdserve.core.errors import Unavailable
-from pdserve.launch import Machine, ModelPart, Service, Suite, WorkerOptions, plan_suite
+from pdserve.launch import Machine, ModelPart, Service, Suite, TlsFiles, WorkerOptions, plan_suite
 from pdserve.launch.models import model_part
+from pdserve.rpc.access import PLAIN, Access
 from pdserve.rpc.channel import connect
 from pdserve.rpc.versions import our_versions
 from pdserve.v1 import worker_pb2
@@ -37,6 +38,7 @@ class Cluster:
     `models` is a folder, or ModelParts for several models or counts of their own. `options` are WorkerOptions'
     fields; `per_worker` overrides single flags of single services: {"decode-0": {"kv-cache-memory": 1 << 20}}.
     Logs go to `log_folder`, or to a folder that is deleted at the end. With `metrics` every service exports its own.
+    With `tls` all of them listen with it, and call one another so.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Cluster:
         prefix_caches: int = 0,
         gateways: int = 0,
         metrics: bool = False,
+        tls: TlsFiles | None = None,
         per_worker: Mapping[str, Mapping[str, object]] | None = None,
         log_folder: Path | None = None,
         **options: Any,
@@ -68,6 +71,7 @@ class Cluster:
             gateways=gateways,
             metrics_port=0 if metrics else None,
             per_worker=per_worker,
+            tls=tls,
         )
         self._log_folder = log_folder
         self._stack = AsyncExitStack()
@@ -81,7 +85,9 @@ class Cluster:
             folder = self._log_folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-")))
             suite = Suite(self._plan, log_folder=folder, start_timeout=START_TIMEOUT)
             self.suite = await stack.enter_async_context(suite)
-            self.client = await stack.enter_async_context(Client(self.suite.endpoint, retry=NO_RETRIES))
+            self.client = await stack.enter_async_context(
+                Client(self.suite.endpoint, retry=NO_RETRIES, tls=suite.access.tls)
+            )
             self._stack = stack.pop_all()
         return self
 
@@ -103,7 +109,8 @@ class Cluster:
         """The first gateway's URL. Unavailable where there is none."""
         if not self.suite.gateways:
             raise Unavailable("this cluster has no gateway: ask for one with gateways=1")
-        return f"http://{self.suite.gateways[0].endpoint}"
+        scheme = "https" if self._plan.tls else "http"
+        return f"{scheme}://{self.suite.gateways[0].endpoint}"
 
     @property
     def metrics(self) -> dict[str, str]:
@@ -114,6 +121,11 @@ class Cluster:
     def workers(self) -> dict[str, Service]:
         """Prefill and decode workers by name: "prefill-0", "decode-0", ..."""
         return {service.name: service for service in self.suite.workers}
+
+    @property
+    def access(self) -> Access:
+        """What the workers and caches want to be shown: for `connect` and `wait_load`."""
+        return self.suite.access
 
     async def kill(self, worker: str) -> None:
         """SIGKILL a worker and what it started, and wait until it is gone. The rest runs on."""
@@ -127,21 +139,26 @@ class Cluster:
         Asks the workers themselves, each by one Watch stream, and waits for what they tell.
         """
         living = [service for service in self.suite.workers if service.returncode is None]
-        await asyncio.gather(*(wait_all_free(service.endpoint, timeout) for service in living))
+        await asyncio.gather(*(wait_all_free(service.endpoint, timeout, self.access) for service in living))
 
 
-async def wait_all_free(endpoint: str, timeout: float = DEADLINE) -> None:
+async def wait_all_free(endpoint: str, timeout: float = DEADLINE, access: Access = PLAIN) -> None:
     """Wait until each block of a worker is free or cached; errors as in `wait_load`."""
-    await wait_load(endpoint, lambda load: not load.owned_blocks + load.reserved_blocks, timeout)
+    await wait_load(endpoint, lambda load: not load.owned_blocks + load.reserved_blocks, timeout, access)
 
 
-async def wait_load(endpoint: str, until: Callable[[worker_pb2.WorkerLoad], bool], timeout: float = DEADLINE) -> None:
-    """Watch one worker or prefix cache until its load is as `until` wants it.
+async def wait_load(
+    endpoint: str,
+    until: Callable[[worker_pb2.WorkerLoad], bool],
+    timeout: float = DEADLINE,
+    access: Access = PLAIN,
+) -> None:
+    """Watch one worker or prefix cache until its load is as `until` wants it. The call carries `access`.
 
     AssertionError when it is not in time, or when a worker's blocks don't add up; Unavailable when it goes away.
     """
     load, total = worker_pb2.WorkerLoad(), 0
-    async with connect(endpoint) as channel:
+    async with connect(endpoint, access) as channel:
         hello = worker_pb2.WatchRequest(protocol=our_versions())
         call = WorkerServiceStub(channel).Watch(hello)
         try:

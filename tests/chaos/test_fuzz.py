@@ -141,7 +141,7 @@ async def test_nothing_that_is_sent_does_harm(tmp_path: Path) -> None:
         fuzzer.known = ["fuzz", *cluster.workers, cluster.endpoint, *(one.endpoint for one in processes.values())]
         targets = [(home, method) for home, methods in services().items() for method in methods]
         first: dict[str, int] = {}
-        channels = {home: connect(process.endpoint) for home, process in processes.items()}
+        channels = {home: connect(process.endpoint, cluster.access) for home, process in processes.items()}
         sent, gate = 0, asyncio.Semaphore(AT_ONCE)
 
         async def one(home: str, method: MethodDescriptor, messages: list[bytes]) -> None:

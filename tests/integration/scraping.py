@@ -46,7 +46,7 @@ async def scrape(cluster: Cluster, service: str) -> Found:
 
 async def heartbeats(cluster: Cluster, worker: str) -> AsyncIterator[None]:
     """Comes whenever a worker speaks: at least once a second, and for ever."""
-    async with connect(cluster.workers[worker].endpoint) as channel:
+    async with connect(cluster.workers[worker].endpoint, cluster.access) as channel:
         call = WorkerServiceStub(channel).Watch(worker_pb2.WatchRequest(protocol=our_versions()))
         try:
             async for _ in call:

@@ -48,12 +48,12 @@ class Script(Routers):
         yield self  # type: ignore[misc]
 
     @contextlib.contextmanager
-    def pick(self) -> Iterator[Client]:
+    def pick(self, api_key: str) -> Iterator[Client]:
         if self._bug is not None:
             raise self._bug
         yield self  # type: ignore[misc]
 
-    def clients(self) -> list[Client]:
+    def clients(self, api_key: str) -> list[Client]:
         return [self]  # type: ignore[list-item]
 
     async def trace(self, request_id: str) -> Any:

@@ -227,8 +227,9 @@ async def _draining(gateway: Service) -> None:
 async def test_two_routers(tmp_path: Path, model: Path) -> None:
     """A gateway with several routers uses both, and goes on with the one that is left."""
     async with suite(tmp_path, model) as cluster:
-        worker = cluster.workers["decode-0"].endpoint
-        async with service("router", "--model", f"tiny={model}", "--worker", worker, logs=tmp_path) as second:
+        inside = ("--worker", cluster.workers["decode-0"].endpoint)
+        inside += ("--internal-secret-file", str(cluster.suite.internal_secret_file))
+        async with service("router", "--model", f"tiny={model}", *inside, logs=tmp_path) as second:
             flags = ("--router", cluster.endpoint, "--router", second.endpoint, "--port", "0")
             async with service("gateway", *flags, logs=tmp_path) as gateway:
                 url = f"http://{gateway.endpoint}"

@@ -79,7 +79,9 @@ async def test_what_was_evicted_comes_from_the_prefix_cache(model: Path, tmp_pat
             return await suite.client.complete(prompt(200, seed), temperature=0.0, max_tokens=8, ignore_eos=True)
 
         first = await ask(1)
-        await wait_load(suite.suite.caches[0].endpoint, lambda load: load.cached_blocks >= 200 // 16)
+        await wait_load(
+            suite.suite.caches[0].endpoint, lambda load: load.cached_blocks >= 200 // 16, access=suite.access
+        )
         for seed in (2, 3):
             await ask(seed)
         again = await ask(1)

@@ -43,7 +43,11 @@ async def test_a_lost_prefill_worker_costs_one_rearm(model: Path, tmp_path: Path
     async with serve(tmp_path, part, max_num_batched_tokens=8, kv_cache_memory=32 << 20) as suite:
         victim = suite.workers["prefill-0"]
         asking = asyncio.create_task(suite.client.complete(prompt(LENGTH), **asked))
-        await wait_load(victim.endpoint, lambda load: load.kv_bytes_sent > SENT and load.pending_prefill_tokens > 0)
+        await wait_load(
+            victim.endpoint,
+            lambda load: load.kv_bytes_sent > SENT and load.pending_prefill_tokens > 0,
+            access=suite.access,
+        )
         os.killpg(victim.pid, signal.SIGSTOP)  # so that the prompt cannot be done meanwhile
         if how is signal.SIGKILL:
             await suite.kill("prefill-0")
@@ -105,8 +109,8 @@ async def test_rearms_by_the_book_and_against_it(model: Path, tmp_path: Path) ->
     """Both workers' halves, by hand: what is agreed to, what is refused, and that a newer attempt ends an older one."""
     async with (
         serve(tmp_path, ModelPart(model, "tiny", prefill=1, decode=1)) as suite,
-        connect(suite.workers["decode-0"].endpoint) as to_decode,
-        connect(suite.workers["prefill-0"].endpoint) as to_prefill,
+        connect(suite.workers["decode-0"].endpoint, suite.access) as to_decode,
+        connect(suite.workers["prefill-0"].endpoint, suite.access) as to_prefill,
     ):
         session = Session(to_decode)
         await session.send(hello=decode_pb2.SessionHello(protocol=our_versions(), router_id="by hand"))

@@ -41,7 +41,9 @@ def second_router(cluster: Cluster, folder: Path, *flags: str) -> Any:
     """One more, in front of the same workers."""
     workers = [word for worker in cluster.workers.values() for word in ("--worker", worker.endpoint)]
     model = ("--model", f"tiny={folder / 'model'}")
-    return service("router", *model, *workers, *flags, "--no-local-prefill", "--port", "0", logs=folder / "logs")
+    secret = ("--internal-secret-file", str(cluster.suite.internal_secret_file))
+    more = (*secret, *flags, "--no-local-prefill", "--port", "0")
+    return service("router", *model, *workers, *more, logs=folder / "logs")
 
 
 def killing(router: Service, answer: Collector, event: Event) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.core.errors import Unavailable
 from pdserve.launch import LaunchEvent, ServicePlan, Suite, SuiteFailed, SuitePlan
 
 SERVICE = """
@@ -72,6 +73,31 @@ async def test_gateways_are_told_the_router_and_stop_with_the_rest(tmp_path: Pat
         assert [one.name for one in services] == ["worker", "router", "door-0", "door-1"]
     assert "--router 127.0.0.1:9" in (tmp_path / "door-1.log").read_text()
     assert [one.returncode for one in services] == [-signal.SIGTERM] * 4
+
+
+async def test_a_suite_makes_a_secret_for_its_services_and_takes_it_along(tmp_path: Path) -> None:
+    """All are told the file but gateways, which are clients."""
+    plan = SuitePlan((service("cache", 1),), (service("worker", 2),), service("router", 9), (service("door", 21),))
+    suite = Suite(plan, log_folder=tmp_path)
+    async with suite:
+        path = suite.internal_secret_file
+        assert suite.access.secret is not None and suite.access.secret.text == path.read_text()
+        assert path.stat().st_mode & 0o077 == 0
+    assert not path.parent.exists()
+    with pytest.raises(Unavailable):
+        _ = suite.access
+    told = [
+        name for name in ("cache", "worker", "router", "door") if str(path) in (tmp_path / f"{name}.log").read_text()
+    ]
+    assert told == ["cache", "worker", "router"]
+
+
+async def test_a_secret_that_was_given_is_used_and_left(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("one-that-somebody-made")
+    plan = SuitePlan((), (service("worker", 2),), service("router", 9))
+    async with Suite(plan, log_folder=tmp_path, internal_secret_file=tmp_path / "secret") as suite:
+        assert suite.access.secret is not None and suite.access.secret.matches("one-that-somebody-made")
+    assert (tmp_path / "secret").read_text() == "one-that-somebody-made"
 
 
 async def test_a_service_that_fails_to_start_is_named_with_its_words_and_log(tmp_path: Path) -> None:

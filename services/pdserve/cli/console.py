@@ -94,12 +94,16 @@ def _plainly(message: str) -> str:
     """What grpc says, with what it means for whoever typed a command."""
     hints = {
         "Expected SETTINGS frame": "what answers there is no gRPC service; the gateway's port, perhaps?",
+        "CERTIFICATE_VERIFY_FAILED": "its certificate is by no authority in --tls-ca-file, or not for that host",
+        "WRONG_VERSION_NUMBER": "what answers there speaks no TLS; leave --tls-ca-file out?",
+        "failed to connect .*Socket closed": "it hangs up; does it want TLS (--tls-ca-file), or a certificate?",
+        "no API key": "PDSERVE_API_KEY has this command's key",
         "failed to connect to all addresses": "nothing answers there; does `pdserve serve` run, and is --target right?",
         "Method not found": "what answers there is no router",
         "errors resolving": "--target is host:port, such as 127.0.0.1:50051",
         "Misformatted domain name": "--target is host:port, such as 127.0.0.1:50051",
     }
-    return next((f"{hint} ({message})" for sign, hint in hints.items() if sign in message), message)
+    return next((f"{hint} ({message})" for sign, hint in hints.items() if re.search(sign, message)), message)
 
 
 def parse_size(text: str | None) -> int | None:

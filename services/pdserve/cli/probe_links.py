@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, parse_size, run, show_table
-from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, router
-from pdserve.cli.watch_worker import first_load
+from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, InternalSecretFile, own_access, router
+from pdserve.cli.watch_worker import address_of, first_load
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.fabric import needed_bandwidth, say_bytes, say_rate, verdict
+from pdserve.rpc.access import PLAIN, Access
 
 if TYPE_CHECKING:
     from pdserve.client import Client, FleetWorker
@@ -87,6 +88,7 @@ def links(
     bytes_per_size: Annotated[str, typer.Option("--bytes", help="How much to send for each size.")] = "32MiB",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a pair, a line each.")] = False,
     connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
+    internal_secret_file: InternalSecretFile = None,
 ) -> None:
     """Measure the link of each prefill worker to each decode worker of its model: bandwidth by frame size, round trip.
 
@@ -100,7 +102,7 @@ def links(
     reports: list[PairReport] = []
 
     async def main() -> None:
-        reports.extend(await probe(target, sizes, size, connect_timeout))
+        reports.extend(await probe(target, sizes, size, connect_timeout, own_access(internal_secret_file)))
 
     run(main())
     if as_json:
@@ -113,7 +115,11 @@ def links(
 
 
 async def probe(
-    target: str, frame_bytes: Sequence[int], bytes_per_size: int, connect_timeout: float = DEFAULT_CONNECT_TIMEOUT
+    target: str,
+    frame_bytes: Sequence[int],
+    bytes_per_size: int,
+    connect_timeout: float = DEFAULT_CONNECT_TIMEOUT,
+    access: Access = PLAIN,
 ) -> list[PairReport]:
     """Probe all pairs of the fleet of the router at `target`, one after the other. Raises Unavailable for no pair."""
     async with router(target, connect_timeout) as client:
@@ -121,9 +127,9 @@ async def probe(
         if not pairs:
             raise Unavailable("this fleet has no prefill worker with a decode worker of the same model now")
         workers = {prefill.worker_id: prefill for prefill, _ in pairs}
-        rates = {name: await _prefill_rate(client, worker, len(workers)) for name, worker in workers.items()}
+        rates = {name: await _prefill_rate(client, worker, len(workers), access) for name, worker in workers.items()}
     return [
-        await _probe(prefill, decode, rates[prefill.worker_id], frame_bytes, bytes_per_size)
+        await _probe(prefill, decode, rates[prefill.worker_id], frame_bytes, bytes_per_size, access)
         for prefill, decode in pairs
     ]
 
@@ -140,7 +146,12 @@ def pairs_of(fleet: Iterable[FleetWorker]) -> list[tuple[FleetWorker, FleetWorke
 
 
 async def _probe(
-    prefill: FleetWorker, decode: FleetWorker, rate: float, frame_bytes: Sequence[int], bytes_per_size: int
+    prefill: FleetWorker,
+    decode: FleetWorker,
+    rate: float,
+    frame_bytes: Sequence[int],
+    bytes_per_size: int,
+    access: Access,
 ) -> PairReport:
     import grpc.aio
 
@@ -155,7 +166,7 @@ async def _probe(
         frame_bytes=frame_bytes,
         bytes_per_size=bytes_per_size,
     )
-    async with connect(prefill.endpoint) as channel:
+    async with connect(address_of(prefill, access), access) as channel:
         call = worker_pb2_grpc.WorkerServiceStub(channel).ProbeLink(request, timeout=PROBE_TIMEOUT)
         try:
             answer = await call
@@ -173,7 +184,7 @@ async def _probe(
     )
 
 
-async def _prefill_rate(client: Client, worker: FleetWorker, prefill_workers: int) -> float:
+async def _prefill_rate(client: Client, worker: FleetWorker, prefill_workers: int, access: Access) -> float:
     """Prompt tokens that `worker` computes in a second, as it measured; 0: it did not.
 
     One that has not computed a prompt yet is made to, through the router, which may choose another of the
@@ -184,7 +195,7 @@ async def _prefill_rate(client: Client, worker: FleetWorker, prefill_workers: in
     length = max(1, min(PROMPT_TOKENS, worker.max_model_len - 2))
     why = f"{worker.worker_id} has not measured yet how fast it computes"
     typer.echo(f"{why}; sending a prompt of {length} random tokens", err=True)
-    watch = asyncio.create_task(first_load(worker.endpoint, _rate))
+    watch = asyncio.create_task(first_load(address_of(worker, access), _rate, access=access))
     try:
         for _ in range(2 * prefill_workers):
             prompt = [random.randrange(worker.vocab_size) for _ in range(length)]

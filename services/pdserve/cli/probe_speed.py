@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.console import DEFAULT_TARGET, Target, run, show_table
-from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, router
-from pdserve.cli.watch_worker import first_load
+from pdserve.cli.reach import DEFAULT_CONNECT_TIMEOUT, ConnectTimeout, InternalSecretFile, own_access, router
+from pdserve.cli.watch_worker import address_of, first_load
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.policy.estimate import Speed
+from pdserve.rpc.access import PLAIN, Access
 
 if TYPE_CHECKING:
     from pdserve.client import Client, FleetWorker
@@ -50,6 +51,7 @@ def speed(
     ] = 512,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a worker, a line each.")] = False,
     connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
+    internal_secret_file: InternalSecretFile = None,
 ) -> None:
     """Show what each worker learned of how long its steps take. `--json` is what `pdserve simulate --measured` reads.
 
@@ -59,7 +61,7 @@ def speed(
     reports: list[SpeedReport] = []
 
     async def main() -> None:
-        reports.extend(await probe(target, requests, prompt_tokens, connect_timeout))
+        reports.extend(await probe(target, requests, prompt_tokens, connect_timeout, own_access(internal_secret_file)))
 
     run(main())
     if as_json:
@@ -86,7 +88,11 @@ def speed(
 
 
 async def probe(
-    target: str, requests: int, prompt_tokens: int, connect_timeout: float = DEFAULT_CONNECT_TIMEOUT
+    target: str,
+    requests: int,
+    prompt_tokens: int,
+    connect_timeout: float = DEFAULT_CONNECT_TIMEOUT,
+    access: Access = PLAIN,
 ) -> list[SpeedReport]:
     """What the workers of the router at `target` know, after `requests` of up to `prompt_tokens` for each of its
     models. Raises Unavailable."""
@@ -95,7 +101,7 @@ async def probe(
         for model in dict.fromkeys(worker.model for worker in fleet) if requests else ():
             await _teach(client, next(worker for worker in fleet if worker.model == model), requests, prompt_tokens)
     # Asked of the workers themselves: what the router heard last may be a second old.
-    speeds = await asyncio.gather(*(_latest(worker) for worker in fleet))
+    speeds = await asyncio.gather(*(_latest(worker, access) for worker in fleet))
     return [
         SpeedReport(worker.worker_id, worker.role, worker.model, worker.node, worker.device, known)
         for worker, known in zip(fleet, speeds, strict=True)
@@ -141,12 +147,14 @@ async def _teach(client: Client, worker: FleetWorker, requests: int, prompt_toke
     await asyncio.gather(*map(ask, rng.sample(range(requests), requests)))
 
 
-async def _latest(worker: FleetWorker) -> Speed:
+async def _latest(worker: FleetWorker, access: Access) -> Speed:
     """What the worker says now; what the router has of it, and why, where it does not answer in time."""
     from pdserve.rpc.convert import speed_from_proto
 
     try:
-        return await first_load(worker.endpoint, lambda load: speed_from_proto(load.speed), REPORT_TIMEOUT)
+        return await first_load(
+            address_of(worker, access), lambda load: speed_from_proto(load.speed), REPORT_TIMEOUT, access
+        )
     except PdserveError as error:
         typer.echo(f"{worker.worker_id} cannot be asked, so this is what the router heard last: {error}", err=True)
         return worker.speed

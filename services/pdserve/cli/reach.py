@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pdserve.rpc.access import Access, access_of
 from pdserve.rpc.endpoint import parse_endpoint
+from pdserve.rpc.tls import Tls
 
 if TYPE_CHECKING:
     from pdserve.client import Client
@@ -19,6 +24,16 @@ ConnectTimeout = Annotated[
     float, typer.Option(min=0.0, metavar="SECONDS", help="How long to wait for a router that is not up yet.")
 ]
 DEFAULT_CONNECT_TIMEOUT = 10.0
+TLS: ContextVar[Tls | None] = ContextVar("tls", default=None)
+"""Of the command that runs; set once, before it."""
+InternalSecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="PDSERVE_INTERNAL_SECRET_FILE",
+        show_envvar=True,
+        help="File with the fleet's secret: this command asks workers themselves.",
+    ),
+]
 SAY_AFTER = 1.0  # seconds; a router that is there answers sooner
 _BETWEEN = 0.2  # seconds between two tries: nothing tells when a port opens
 _SERVICE = "pdserve.v1.InferenceService"
@@ -28,15 +43,31 @@ _SERVICE = "pdserve.v1.InferenceService"
 async def router(
     target: str, connect_timeout: float = DEFAULT_CONNECT_TIMEOUT, *, serving: bool = False, **options: Any
 ) -> AsyncIterator[Client]:
-    """A client of the router at `target`, with `options`, once it listens; `serving`: once it has workers, too.
+    """A client of the router at `target`, with `options` and the key that PDSERVE_API_KEY has, once it listens;
+    `serving`: once it has workers, too.
 
     After `connect_timeout` seconds it comes anyway: the call that follows says what is wrong.
     """
     from pdserve.client import Client
 
     await _wait(target, connect_timeout, serving)
-    async with Client(target, **options) as client:
+    async with Client(target, api_key=own_api_key(), tls=own_tls(), **options) as client:
         yield client
+
+
+def own_api_key() -> str:
+    """The key of whoever runs this command. In a variable, because everybody on a machine sees its command lines."""
+    return os.environ.get("PDSERVE_API_KEY", "")
+
+
+def own_tls() -> Tls | None:
+    """What `pdserve --tls-ca-file ...` says; None: no TLS."""
+    return TLS.get()
+
+
+def own_access(internal_secret_file: Path | None) -> Access:
+    """What this command shows to workers. Raises ConfigError."""
+    return access_of(internal_secret_file, own_tls())
 
 
 async def _wait(target: str, seconds: float, serving: bool) -> None:
@@ -73,7 +104,7 @@ async def _serving(target: str) -> None:
 
     from pdserve.rpc.channel import connect
 
-    async with connect(target) as channel:
+    async with connect(target, Access(tls=own_tls())) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=_SERVICE))
         try:
             async for response in call:

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from pdserve.cli.console import fetch_progress, run, start_progress
+from pdserve.cli.reach import own_api_key
 from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.rpc.access import access_of
 
 if TYPE_CHECKING:
     from pdserve.cli.serve_settings import ServeSettings
@@ -41,7 +43,7 @@ def serve(context: typer.Context) -> None:
         os.environ.pop(variable(name), None)
 
     async def main() -> None:
-        await _serve(await _plan(settings), log_dir)
+        await _serve(await _plan(settings), log_dir, settings.internal_secret_file)
 
     try:
         run(main(), interrupted=0)
@@ -55,6 +57,9 @@ async def _plan(settings: ServeSettings) -> SuitePlan:
     """Fetch the models and divide this machine. Raises ConfigError, ModelError."""
     from pdserve.launch import Machine, WorkerOptions, plan_suite
 
+    access_of(
+        settings.internal_secret_file, settings.tls.caller if settings.tls else None
+    )  # what is wrong with it is better told before anything is started
     require_free(settings.host, settings.port)
     for offset in range(settings.gateways if settings.http_port else 0):
         require_free(settings.host, settings.http_port + offset, "--http-port")
@@ -70,6 +75,8 @@ async def _plan(settings: ServeSettings) -> SuitePlan:
         port=settings.port,
         http_port=settings.http_port,
         metrics_port=settings.metrics_port,
+        tls=settings.tls,
+        per_worker={"router": {"api-keys-file": settings.api_keys_file}},
     )
 
 
@@ -84,7 +91,7 @@ def require_free(host: str, port: int, option: str = "--port") -> None:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; try another {option}") from error
 
 
-async def _serve(plan: SuitePlan, log_dir: Path | None) -> None:
+async def _serve(plan: SuitePlan, log_dir: Path | None, secret: Path | None) -> None:
     """Run the plan until it fails or this task is cancelled."""
     from pdserve.launch import Suite
 
@@ -94,11 +101,15 @@ async def _serve(plan: SuitePlan, log_dir: Path | None) -> None:
         typer.echo(f"logs in {log_dir}", err=True)
     async with AsyncExitStack() as stack:
         with start_progress() as listener:
-            suite = await stack.enter_async_context(Suite(plan, log_folder=log_dir, listener=listener))
+            suite = await stack.enter_async_context(
+                Suite(plan, log_folder=log_dir, listener=listener, internal_secret_file=secret)
+            )
         typer.echo(f"ready at {suite.endpoint}")
         typer.echo(f"try: pdserve generate 'Hello' --chat --target {suite.endpoint}", err=True)
+        scheme = "https" if plan.tls else "http"
         for gateway in suite.gateways:
-            typer.echo(f"OpenAI API at http://{gateway.endpoint}/v1", err=True)
+            typer.echo(f"OpenAI API at {scheme}://{gateway.endpoint}/v1", err=True)
+        typer.echo(f"for pdserve probe: --internal-secret-file {suite.internal_secret_file}", err=True)
         for name, url in suite.metrics.items():
             typer.echo(f"metrics of {name} at {url}", err=True)
         try:
@@ -113,7 +124,7 @@ async def _say_draining(suite: Suite) -> None:
     from pdserve.client import NO_RETRIES, Client
 
     try:
-        async with Client(suite.endpoint, retry=NO_RETRIES) as client:
+        async with Client(suite.endpoint, retry=NO_RETRIES, api_key=own_api_key(), tls=suite.access.tls) as client:
             running = sum(model.running for model in (await client.stats(_ASK_SECONDS)).models)
         typer.echo(draining(running), err=True)
     except PdserveError:

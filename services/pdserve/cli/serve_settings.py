@@ -9,7 +9,8 @@ from typing import Literal
 from pydantic import ByteSize, Field, PositiveInt
 
 from pdserve.core.errors import ConfigError
-from pdserve.rpc.settings import OtlpEndpoint, Settings
+from pdserve.launch.plan import TlsFiles
+from pdserve.rpc.settings import OtlpEndpoint, Settings, tls_contradictions
 
 
 class ServeSettings(Settings):
@@ -61,6 +62,21 @@ class ServeSettings(Settings):
     tensor_parallel_size: PositiveInt | None = Field(None, description="GPUs per worker; only 1 is supported")
     otlp_endpoint: OtlpEndpoint | None = Field(None, description="OTLP gRPC endpoint for traces and metrics")
     log_level: Literal["debug", "info", "warning", "error"] | None = Field(None, description="least level logged")
+    api_keys_file: Path | None = Field(
+        None, description="YAML file with the digests of API keys; unset: whoever reaches the router may use it"
+    )
+    internal_secret_file: Path | None = Field(
+        None,
+        description="file with the secret that the services show one another; default: a new one, gone with the suite",
+    )
+    tls_cert_file: Path | None = Field(None, description="certificate of all the services, in PEM; with it, TLS alone")
+    tls_key_file: Path | None = Field(None, description="private key of the certificate, in PEM")
+    tls_ca_file: Path | None = Field(
+        None, description="authorities, in PEM, by which the services know one another's certificate"
+    )
+    tls_client_ca_file: Path | None = Field(
+        None, description="authorities, in PEM; only callers with a certificate of theirs are let in, services too"
+    )
     log_dir: Path | None = Field(
         None, description="folder for the services' logs; default: a new one on a terminal, else stderr"
     )
@@ -69,6 +85,13 @@ class ServeSettings(Settings):
     def counts(self) -> list[tuple[int, int, int]]:
         """(prefill, decode, colocated) for each model."""
         return model_counts(len(self.model), self.prefill, self.decode, self.colocated)
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """What the services listen and call one another with; None: no TLS."""
+        if self.tls_cert_file is None or self.tls_key_file is None or self.tls_ca_file is None:
+            return None
+        return TlsFiles(self.tls_cert_file, self.tls_key_file, self.tls_ca_file, self.tls_client_ca_file)
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -80,6 +103,9 @@ class ServeSettings(Settings):
             yield "kv-cache-memory and gpu-memory-utilization both say how much memory KV takes; leave one out"
         if self.prefix_cache_capacity and not self.prefix_cache:
             yield "prefix-cache-capacity is said, and prefix-cache is 0: there is none to have it"
+        yield from tls_contradictions(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        if (self.tls_cert_file is None) != (self.tls_ca_file is None):
+            yield "tls-cert-file and tls-ca-file go together: the services call one another"
         last = self.http_port + self.gateways - 1
         if self.http_port and last > 65535:
             yield f"gateways {self.gateways} do not fit between http-port {self.http_port} and 65535"

@@ -26,7 +26,7 @@ async def serve(settings: GatewaySettings) -> None:
     """Run a gateway until it is told to stop. Raises PdserveError when it cannot."""
     metrics = GatewayMetrics()
     export = export_metrics(Metrics(metrics.registry, "gateway"), settings)
-    async with HttpServer(settings) as server, export as url, Routers(settings.router) as routers:
+    async with HttpServer(settings) as server, export as url, Routers(settings.router, settings.caller_tls) as routers:
         app = create_app(routers, settings, metrics, lambda: server.draining)
         ready = asyncio.create_task(_tell_ready(server, routers, url), name="readiness")
         try:
@@ -38,7 +38,7 @@ async def serve(settings: GatewaySettings) -> None:
 
 async def _tell_ready(server: HttpServer, routers: Routers, metrics: str | None) -> None:
     await routers.wait_serving()
-    own = f"http://{server.endpoint}/metrics"
+    own = f"{server.scheme}://{server.endpoint}/metrics"
     log.info("ready", endpoint=server.endpoint, metrics=metrics or own)
     server.ready(metrics=metrics or own)
 

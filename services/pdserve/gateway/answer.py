@@ -145,6 +145,7 @@ class Answer(Response):
                 "timeout": self._timeout,
                 "traceparent": call.traceparent,
                 "tenant": call.tenant,
+                "api_key": call.api_key,
                 "token_bytes": job.logprobs,
             }
             streams.append(self._routers.generate(prompt, **options))

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.gateway.errors import error_response, internal, invalid
 from pdserve.gateway.metrics import GatewayMetrics
+from pdserve.rpc.api_keys import shown_key
 from pdserve.rpc.tenant import TENANT
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
@@ -27,7 +28,7 @@ _CALL = "pdserve.call"
 GONE = 499
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Call:
     """One request. `id` is the caller's x-request-id or ours, and stands in answer, logs and traces alike."""
 
@@ -37,6 +38,7 @@ class Call:
     metrics: GatewayMetrics
     traceparent: str = ""
     tenant: str = ""  # the caller's x-tenant-id, for the router to check
+    api_key: str = ""  # what the caller shows, for the router to judge
     status: int = GONE
     answered: bool = False  # the head of the answer was sent
     first_token: bool = False
@@ -67,7 +69,7 @@ class Calls:
         given = headers.get("x-request-id", "")
         route = self._route_of(scope)
         call = Call(given or f"req-{secrets.token_hex(12)}", route, time.monotonic(), self._metrics)
-        call.tenant = headers.get(TENANT, "")
+        call.tenant, call.api_key = headers.get(TENANT, ""), shown_key(headers)
         scope[_CALL] = call
         parent = bounded_traceparent(headers.get(TRACEPARENT, ""))
         span: Span = INVALID_SPAN

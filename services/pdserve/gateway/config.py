@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import ByteSize, Field
 
-from pdserve.rpc.settings import Endpoint, ServiceSettings
+from pdserve.rpc.settings import CallingSettings, Endpoint
 
 DEFAULT_PORT = 8000
 DEFAULT_ROUTER = "127.0.0.1:50051"
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(CallingSettings):
     """Where the routers are, and what one HTTP request may take."""
 
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="port to listen on; 0: any free one")

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from pdserve.client import Client
 from pdserve.core.errors import PdserveError
+from pdserve.gateway.call import call_of
 from pdserve.gateway.console_view import describe_request, describe_trace
 from pdserve.gateway.page_files import PageFiles
 from pdserve.gateway.routers import Routers
@@ -45,29 +46,33 @@ class Console:
 
     async def fleet(self, request: Request) -> Response:
         """{"workers": [...]}, each as pdserve.client.FleetWorker has it; one router's view, which all share."""
-        with self._routers.pick() as client:
+        with self._routers.pick(call_of(request.scope).api_key) as client:
             return _json({"workers": [asdict(worker) for worker in await client.fleet()]})
 
     async def stats(self, request: Request) -> Response:
         """{"routers": [...]}, each as pdserve.client.Stats has it: a router knows only its own requests."""
-        return _json({"routers": [asdict(stats) for stats in await self._ask_all(lambda client: client.stats())]})
+        return _json(
+            {"routers": [asdict(stats) for stats in await self._ask_all(request, lambda client: client.stats())]}
+        )
 
     async def traces(self, request: Request) -> Response:
         """{"requests": [...]}: the most recent ones, the newest first."""
-        lists = await self._ask_all(lambda client: client.traces(RECENT))
+        lists = await self._ask_all(request, lambda client: client.traces(RECENT))
         requests = sorted((one for found in lists for one in found), key=lambda one: -one.arrived_ns)
         return _json({"requests": [describe_request(one) for one in requests[:RECENT]]})
 
     async def trace(self, request: Request) -> Response:
         """One request's waterfall, with this gateway's own part; 404 where no router remembers it."""
         request_id = request.path_params["request_id"]
-        [trace, *_] = await self._ask_all(lambda client: client.trace(request_id))
+        [trace, *_] = await self._ask_all(request, lambda client: client.trace(request_id))
         own = recent_spans(trace.request.trace_id)
         return _json(describe_trace(trace.with_spans(SERVICE, own[0]) if own else trace))
 
-    async def _ask_all(self, ask: Callable[[Client], Awaitable[Answer]]) -> list[Answer]:
+    async def _ask_all(self, request: Request, ask: Callable[[Client], Awaitable[Answer]]) -> list[Answer]:
         """The answers of those routers that have one. Raises the first router's error where none has."""
-        found = await asyncio.gather(*map(ask, self._routers.clients()), return_exceptions=True)
+        found = await asyncio.gather(
+            *map(ask, self._routers.clients(call_of(request.scope).api_key)), return_exceptions=True
+        )
         errors = [answer for answer in found if isinstance(answer, BaseException)]
         for error in errors:
             if not isinstance(error, PdserveError):

@@ -71,7 +71,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Retry-After in whole seconds, as HTTP has it, and in milliseconds, which OpenAI's clients prefer."""
+        """Retry-After in whole seconds, as HTTP has it, and in milliseconds, which OpenAI's clients prefer; for a 401
+        how to show a key."""
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         if self.retry_after is None:
             return {}
         milliseconds = max(1, math.ceil(self.retry_after * 1000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pdserve.client import Model
+from pdserve.client import Client, Model
+from pdserve.gateway.call import call_of
 from pdserve.gateway.config import GatewaySettings
 from pdserve.gateway.errors import ApiError, invalid
 from pdserve.gateway.logprobs import token_text
@@ -33,12 +35,12 @@ class Facts:
         self._since = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [self._card(model) for model in await self._served()]})
+        return _json({"object": "list", "data": [self._card(model) for model in await self._served(request)]})
 
     async def model(self, request: Request) -> Response:
         """Ids may have slashes in them."""
         name = request.path_params["name"]
-        for model in await self._served():
+        for model in await self._served(request):
             if model.name == name:
                 return _json(self._card(model))
         raise ApiError(404, f"no model {name[:100]!r} here", param="model", code="model_not_found")
@@ -61,7 +63,7 @@ class Facts:
         prompt = body.prompt if body.messages is None else conversation(body.messages)
         if prompt is None or (body.prompt is not None and body.messages is not None):
             raise invalid("prompt", "exactly one of prompt and messages must be set")
-        with self._routers.pick() as client:
+        with self._client(request) as client:
             found = await client.tokenize(
                 prompt,
                 model=body.model or "",
@@ -80,12 +82,15 @@ class Facts:
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._body(request))
-        with self._routers.pick() as client:
+        with self._client(request) as client:
             return _json({"prompt": await client.detokenize(body.tokens, model=body.model or "")})
 
-    async def _served(self) -> list[Model]:
-        with self._routers.pick() as client:
+    async def _served(self, request: Request) -> list[Model]:
+        with self._client(request) as client:
             return await client.models()
+
+    def _client(self, request: Request) -> AbstractContextManager[Client]:
+        return self._routers.pick(call_of(request.scope).api_key)
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, self._settings.max_body_size, self._settings.body_seconds)

@@ -17,7 +17,9 @@ from pdserve.client import NO_RETRIES, Client, Event, EventStream, GenerateOptio
 from pdserve.client.exchange import Exchange
 from pdserve.client.session import Broken
 from pdserve.core.errors import NoCapacity, Unavailable
+from pdserve.rpc.access import Access
 from pdserve.rpc.channel import connect
+from pdserve.rpc.tls import Tls
 
 log = structlog.get_logger(__name__)
 
@@ -31,14 +33,14 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 class Router:
     """One router. `serving` is what its health stream said last; a stream that ended says no."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, tls: Tls | None) -> None:
         self.target = target
         self.serving = False
         self.in_flight = 0
         # Refusals go to the HTTP client with their Retry-After: it knows how long it wants to wait.
-        self.client = Client(target, retry=NO_RETRIES)
-        self.session = Session(target)
-        self._channel = connect(target)
+        self.client = Client(target, retry=NO_RETRIES, tls=tls)
+        self.session = Session(target, tls=tls)
+        self._channel = connect(target, Access(tls=tls))
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def close(self) -> None:
@@ -81,14 +83,15 @@ class Router:
 class Routers:
     """All of them, followed while the scope is open."""
 
-    def __init__(self, targets: Sequence[str]) -> None:
-        self._targets = targets
+    def __init__(self, targets: Sequence[str], tls: Tls | None = None) -> None:
+        """`tls` None: routers are called without it."""
+        self._targets, self._tls = targets, tls
         self._routers: list[Router] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        self._routers = [Router(target) for target in self._targets]
+        self._routers = [Router(target, self._tls) for target in self._targets]
         for router in self._routers:
             self._tasks.append(asyncio.create_task(router.follow(self._changed), name=f"health of {router.target}"))
         return self
@@ -103,10 +106,11 @@ class Routers:
             await router.close()
 
     @contextlib.contextmanager
-    def pick(self) -> Iterator[Client]:
-        """The client of the router with the fewest of our requests; those that serve come first."""
+    def pick(self, api_key: str) -> Iterator[Client]:
+        """The client of the router with the fewest of our requests; those that serve come first. It shows `api_key`,
+        which is the caller's: a gateway has none of its own."""
         with self._pick() as router:
-            yield router.client
+            yield router.client.with_api_key(api_key)
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> EventStream:
         """One answer, as `Session.generate` gives it, of the router that `pick` takes. Where that router goes away,
@@ -159,9 +163,12 @@ class Routers:
         finally:
             router.in_flight -= 1
 
-    def clients(self) -> list[Client]:
-        """Every router's client, for what each knows of its own; those that serve come first."""
-        return [router.client for router in sorted(self._routers, key=lambda router: not router.serving)]
+    def clients(self, api_key: str) -> list[Client]:
+        """Every router's client, for what each knows of its own; those that serve come first. They show `api_key`."""
+        return [
+            router.client.with_api_key(api_key)
+            for router in sorted(self._routers, key=lambda router: not router.serving)
+        ]
 
     async def wait_serving(self) -> None:
         """Wait, for as long as it takes, until one of them serves."""

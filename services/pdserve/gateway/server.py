@@ -7,6 +7,7 @@ import contextlib
 import math
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -42,14 +43,17 @@ class HttpServer:
         self.draining = False
         self.stop_requested = asyncio.Event()
         self.launcher = Launcher(settings.launcher_fd)
+        self.scheme = "https" if settings.server_tls else "http"
         self._settings = settings
+        self._tls: ssl.SSLContext | None = None
         self._stop_now = asyncio.Event()
         self._socket: socket.socket | None = None
 
     async def __aenter__(self) -> Self:
         await self.launcher.start()
-        host, port = self._settings.host, self._settings.port
+        host, port, tls = self._settings.host, self._settings.port, self._settings.server_tls
         try:
+            self._tls = tls.context() if tls else None
             try:
                 self._socket = _bind(host, port)
             except OSError as error:
@@ -63,7 +67,7 @@ class HttpServer:
             await self.launcher.close()
             raise
         self.launcher.report("bound", endpoint=self.endpoint)
-        log.info("bound", endpoint=self.endpoint)
+        log.info("bound", endpoint=self.endpoint, tls=tls is not None)
         return self
 
     async def __aexit__(
@@ -96,6 +100,8 @@ class HttpServer:
             timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=math.ceil(self._settings.drain_seconds),
         )
+        config.load()
+        config.ssl = self._tls  # uvicorn would make one of its own, which takes what is older than TLS 1.2
         server = _Server(config)
         with self._signals():
             serving = asyncio.create_task(server.serve([self._socket]), name="http")

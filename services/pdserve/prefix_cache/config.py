@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import ByteSize, Field
 
-from pdserve.rpc.settings import ServiceSettings
+from pdserve.rpc.settings import FleetSettings
 
 
-class PrefixCacheSettings(ServiceSettings):
+class PrefixCacheSettings(FleetSettings):
     capacity: ByteSize = Field(
         ByteSize(1 << 30),
         gt=0,

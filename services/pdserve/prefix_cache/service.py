@@ -17,8 +17,9 @@ from pdserve.core.errors import InvalidRequest, PdserveError
 from pdserve.prefix_cache.config import PrefixCacheSettings
 from pdserve.prefix_cache.metrics import CacheMetrics
 from pdserve.prefix_cache.store import BlockStore, Stored
+from pdserve.rpc.access import access_of
 from pdserve.rpc.errors import abort
-from pdserve.rpc.server import GrpcServer, Service
+from pdserve.rpc.server import GrpcServer, Service, internal_check
 from pdserve.rpc.versions import our_versions, software_version
 from pdserve.telemetry import names
 from pdserve.telemetry.export import Metrics
@@ -119,7 +120,8 @@ class PrefixCacheServicer(prefix_cache_pb2_grpc.PrefixCacheServiceServicer):
 
 
 async def serve(settings: PrefixCacheSettings, worker_id: str) -> None:
-    """Serve as `worker_id` until told to stop. The content is memory's, and goes with the process."""
+    """Serve as `worker_id` until told to stop. The content is memory's, and goes with the process. Raises PdserveError
+    when it cannot."""
     board = WatchBoard()
     store = BlockStore(int(settings.capacity))
     cache = PrefixCacheServicer(store, board)
@@ -132,6 +134,7 @@ async def serve(settings: PrefixCacheSettings, worker_id: str) -> None:
         board.set_draining()
         await board.close()
 
+    check = internal_check(access_of(settings.internal_secret_file), settings)
     services: list[Service] = [
         (prefix_cache_pb2_grpc.add_PrefixCacheServiceServicer_to_server, cache, "pdserve.v1.PrefixCacheService"),
         (
@@ -141,7 +144,7 @@ async def serve(settings: PrefixCacheSettings, worker_id: str) -> None:
         ),
     ]
     metrics = CacheMetrics(worker_id, store, cache.moved)
-    server = GrpcServer(settings, services, Metrics(metrics.registry, "prefix_cache", worker_id))
+    server = GrpcServer(settings, services, Metrics(metrics.registry, "prefix_cache", worker_id), check=check)
     async with server:
         board.start(
             worker_pb2.WorkerSnapshot(

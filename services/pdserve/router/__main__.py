@@ -9,14 +9,16 @@ import structlog
 
 from pdserve.core.errors import PdserveError
 from pdserve.launch.models import resolve_model
+from pdserve.router.callers import Callers
 from pdserve.router.config import RouterSettings
 from pdserve.router.fleet import Fleet
 from pdserve.router.links import Links
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.models import Models, load_models, model_sources
 from pdserve.router.service import SERVICE, InferenceService
+from pdserve.rpc.access import access_of
 from pdserve.rpc.channel import PUBLIC_MESSAGE_BYTES
-from pdserve.rpc.server import GrpcServer
+from pdserve.rpc.server import GrpcServer, warn_where_open
 from pdserve.telemetry.export import Metrics
 from pdserve.telemetry.logs import setup_logs
 from pdserve.telemetry.tracing import setup_tracing
@@ -27,11 +29,16 @@ log = structlog.get_logger(__name__)
 
 async def serve(settings: RouterSettings) -> None:
     """Run a router until it is told to stop. Raises PdserveError when it cannot."""
+    access = access_of(settings.internal_secret_file, settings.caller_tls)
     metrics = RouterMetrics(settings.slo)
-    service = InferenceService(settings, [metrics])
+    callers = Callers(settings.api_keys_file, metrics)
+    service = InferenceService(settings, [metrics], callers)
+    check = callers.check if settings.api_keys_file else None
+    if check is None:
+        warn_where_open(settings, "api-keys-file")
     add = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     export = Metrics(metrics.registry, "router")
-    async with GrpcServer(settings, [(add, service, SERVICE)], export, PUBLIC_MESSAGE_BYTES) as server:
+    async with GrpcServer(settings, [(add, service, SERVICE)], export, PUBLIC_MESSAGE_BYTES, check) as server:
         folders = {}
         for source in model_sources(settings.model):
             folders[source] = await resolve_model(
@@ -40,7 +47,7 @@ async def serve(settings: RouterSettings) -> None:
                 progress=lambda line: server.launcher.report("progress", stage=line),
             )
         models = await asyncio.to_thread(load_models, settings.model, folders.__getitem__)
-        fleet = Fleet(settings, models)
+        fleet = Fleet(settings, models, access)
         service.start(models, fleet)
         metrics.start(models, fleet, service.waiting)
         server.on_drain.append(service.drain)

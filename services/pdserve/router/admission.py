@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from pdserve.core.errors import TenantLimited, TooLate
 from pdserve.policy.admission import Admission, admit
 from pdserve.policy.fleet import PlacementRequest, Target
 from pdserve.policy.forecast import Ahead
-from pdserve.policy.limits import Limit, Refusal, TenantLimits
+from pdserve.policy.limits import Allowance, Limit, Limits, Refusal
 from pdserve.policy.routing import Decision, Kind
 from pdserve.router.config import RouterSettings
 from pdserve.router.fleet import Fleet
@@ -33,32 +33,54 @@ ExpectedOf = Callable[[ServedModel], int]
 
 
 class Door:
-    """One router's. Each router counts for itself: with several, a tenant has its limits at each of them."""
+    """One router's. Each router counts for itself: with several, tenants and keys have their limits at each of them."""
 
     def __init__(self, settings: RouterSettings, fleet: Fleet, ahead: AheadOf, expected: ExpectedOf) -> None:
         self.settings, self.fleet, self.ahead, self.expected = settings, fleet, ahead, expected
-        self.limits = TenantLimits(settings.tenant_max_requests, settings.tenant_tokens_per_minute)
+        self._each_tenant = Allowance(settings.tenant_max_requests, settings.tenant_tokens_per_minute)
+        self._tenants, self._keys = Limits(), Limits()
 
     @asynccontextmanager
     async def entered(self, wishes: Wishes, measure: Measure) -> AsyncIterator[Visit]:
         """A request's scope, from its arrival to its end. Raises TenantLimited."""
         began, visit = _now(), Visit(self, wishes, measure)
-        visit.check(self.limits.enter(wishes.tenant, began))
+        entered: list[Charged] = []
         try:
+            for account in self._accounts(wishes):
+                visit.check(account.limits.enter(account.name, account.allowance, began))
+                entered.append(account)
+            visit.accounts = tuple(entered)
             yield visit
         finally:
             now = _now()
-            self.limits.settle(wishes.tenant, visit.taken, visit.used, now)
-            self.limits.leave(wishes.tenant, now - began if measure.workers else None)
+            for account in entered:
+                account.limits.settle(account.name, account.allowance, visit.taken, visit.used, now)
+                account.limits.leave(account.name, now - began if measure.workers else None)
+
+    def _accounts(self, wishes: Wishes) -> Iterator[Charged]:
+        """Whom a request is charged to: its tenant, which may have several keys, and its key."""
+        yield Charged(self._tenants, wishes.tenant, self._each_tenant)
+        if wishes.key is not None:
+            yield Charged(self._keys, wishes.key.name, wishes.key.allowance)
+
+
+@dataclass(frozen=True, slots=True)
+class Charged:
+    """An account, and what it may have as long as this request lasts."""
+
+    limits: Limits
+    name: str
+    allowance: Allowance
 
 
 @dataclass(slots=True)
 class Visit:
-    """One request that has entered. `taken` tokens are charged to its tenant, for a prompt of `prompt_tokens`."""
+    """One request that has entered. `taken` tokens are charged to its accounts, for a prompt of `prompt_tokens`."""
 
     door: Door
     wishes: Wishes
     measure: Measure
+    accounts: tuple[Charged, ...] = ()
     taken: int = 0
     prompt_tokens: int = 0
 
@@ -87,7 +109,14 @@ class Visit:
         """Take the prompt's tokens, and as many as its answer probably has."""
         most, prompt = resolved.remaining, len(resolved.given)
         tokens = prompt + min(most, self.door.expected(resolved.model) or most)
-        self.check(self.door.limits.spend(self.wishes.tenant, tokens, _now()))
+        now, charged = _now(), list[Charged]()
+        for account in self.accounts:
+            refusal = account.limits.spend(account.name, account.allowance, tokens, now)
+            if refusal is not None:
+                for other in charged:
+                    other.limits.settle(other.name, other.allowance, tokens, 0, now)
+                self.check(refusal)
+            charged.append(account)
         self.taken, self.prompt_tokens = tokens, prompt
 
     async def _foresee(self, resolved: ResolvedRequest, deadline: float) -> None:

@@ -12,10 +12,10 @@ from pydantic import Field
 from pdserve.core.slo import SloTargets
 from pdserve.policy.disaggregation import NoWorker, Protect, Rules
 from pdserve.policy.draining import Leave
-from pdserve.rpc.settings import Endpoint, ServiceSettings
+from pdserve.rpc.settings import CallingSettings, Endpoint, FleetSettings
 
 
-class RouterSettings(ServiceSettings):
+class RouterSettings(FleetSettings, CallingSettings):
     """What a router needs to know: which workers, which models, and its own limits."""
 
     worker: list[Endpoint] = Field(
@@ -57,6 +57,11 @@ class RouterSettings(ServiceSettings):
         " that might not be through within its drain-seconds, all, or none",
     )
 
+    api_keys_file: Path | None = Field(
+        None,
+        description="YAML file with the digests of API keys and what each may do, read again when it changes; unset:"
+        " whoever reaches the router may use it",
+    )
     tenant_max_requests: int | None = Field(
         None, ge=1, description="requests of one tenant (x-tenant-id) that may wait or run at a time; unset: any number"
     )

@@ -21,6 +21,7 @@ from pdserve.router.config import RouterSettings
 from pdserve.router.models import ModelFacts, Models, ServedModel
 from pdserve.router.views import ModelViews
 from pdserve.router.worker import Worker
+from pdserve.rpc.access import PLAIN, Access
 from pdserve.rpc.endpoint import parse_endpoint
 
 log = structlog.get_logger(__name__)
@@ -36,12 +37,15 @@ class Fleet:
     one comes, goes or starts to drain.
     """
 
-    def __init__(self, settings: RouterSettings, models: Models) -> None:
+    def __init__(self, settings: RouterSettings, models: Models, access: Access = PLAIN) -> None:
+        """Workers are called with `access`."""
         self.router_id = f"router-{secrets.token_hex(4)}"
         self.on_change: list[Callable[[], None]] = []
         self.on_membership: list[Callable[[], None]] = []
         self._settings = settings
+        self._access = access
         self._models = models
+        self._names: dict[str, str] = {}  # what an address was resolved from, for its certificate
         self._targets = [parse_endpoint(target) for target in settings.worker]
         self._workers: dict[str, Worker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -153,7 +157,15 @@ class Fleet:
 
     def adopt(self, endpoint: str) -> Worker:
         """One more worker, which somebody else connects to."""
-        worker = Worker(endpoint, self.router_id, self._settings.lease_seconds, self._index, self)
+        worker = Worker(
+            endpoint,
+            self.router_id,
+            self._settings.lease_seconds,
+            self._index,
+            self,
+            self._access,
+            self._names.get(endpoint, ""),
+        )
         self._workers[endpoint], self._silent = worker, None
         return worker
 
@@ -170,6 +182,7 @@ class Fleet:
             if not self._workers[endpoint].connected:
                 self._tasks.pop(endpoint).cancel()
                 del self._workers[endpoint]
+                self._names.pop(endpoint, None)
                 self._index.drop(endpoint)
                 self.changed()
 
@@ -200,6 +213,7 @@ class Fleet:
                 if _needs_resolving(host):
                     found = await _resolve(host, port, self._settings.resolve_seconds)
                     now |= found
+                    self._names |= dict.fromkeys(found, host)
                     complete = complete and bool(found)
             # A name server's outage must not take the fleet away.
             self._apply(now, before if complete else set())

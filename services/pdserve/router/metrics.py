@@ -14,7 +14,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.meter import Ended, Meter
 from pdserve.router.models import Models
 from pdserve.router.request_metrics import ERRORS, ModelMetrics, RequestMetrics
-from pdserve.telemetry.metrics import CollectorRegistry, Labelled, Metric, gauge
+from pdserve.telemetry.metrics import CollectorRegistry, Labelled, Metric, count, gauge
 from pdserve.v1 import worker_pb2
 
 _ROLES = {
@@ -33,6 +33,12 @@ class RouterMetrics(Meter):
         self.registry = CollectorRegistry()
         self._targets = targets
         self._families = RequestMetrics(self.registry)
+        self._unauthenticated = count(
+            self.registry, "unauthenticated_total", "Calls that showed no API key, or one that is not known."
+        )
+        self._keys_unreadable = count(
+            self.registry, "api_keys_unreadable_total", "Changes of the file of API keys that could not be read."
+        )
         self._of: dict[str, ModelMetrics] = {}
         self._in_flight: Counter[str] = Counter()
         self._models = Models(())
@@ -86,6 +92,12 @@ class RouterMetrics(Meter):
 
     def rejected(self, code: str) -> None:
         self._families.requests.labels("", ERRORS[code]).inc()
+
+    def unauthenticated(self) -> None:
+        self._unauthenticated.inc()
+
+    def keys_unreadable(self) -> None:
+        self._keys_unreadable.inc()
 
     def ended(self, ended: Ended) -> None:
         self._in_flight[ended.model] -= 1

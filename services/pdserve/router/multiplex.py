@@ -19,6 +19,7 @@ import structlog
 
 from pdserve.core.errors import InvalidRequest, NoCapacity
 from pdserve.router.tasks import until_first_ends
+from pdserve.rpc.api_keys import AUTHORIZATION
 from pdserve.rpc.errors import DETAILS_KEY, RpcError, to_status
 from pdserve.rpc.tenant import TENANT
 from pdserve.telemetry.tracing import TRACEPARENT, bounded_traceparent
@@ -78,11 +79,16 @@ class Outbox:
 class Lane:
     """One request's share of the stream: what the Generate handler uses of a grpc context."""
 
-    def __init__(self, number: int, begin: pb.MultiplexBegin, outbox: Outbox) -> None:
+    def __init__(self, number: int, begin: pb.MultiplexBegin, outbox: Outbox, key: str = "") -> None:
+        """`key` is the stream's, for a request that shows none."""
         self._number, self._outbox = number, outbox
         self._deadline = time.monotonic() + begin.time_remaining_ms / 1e3 if begin.time_remaining_ms else None
         parent = bounded_traceparent(begin.traceparent)
-        named = ((TRACEPARENT, parent), (TENANT, begin.tenant_id))
+        shown = begin.api_key or key
+        named = (
+            *((TRACEPARENT, parent), (TENANT, begin.tenant_id)),
+            (AUTHORIZATION, f"Bearer {shown}" if shown else ""),
+        )
         self._metadata = tuple((key, value) for key, value in named if value)
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
@@ -102,10 +108,10 @@ class Lane:
 
 
 class Multiplex:
-    """One Multiplex call, for `max_lanes` requests at a time."""
+    """One Multiplex call, for `max_lanes` requests at a time. `key` is the API key that the call itself shows."""
 
-    def __init__(self, generate: Generate, send: Send, max_lanes: int = MAX_LANES) -> None:
-        self._generate, self._max_lanes = generate, max_lanes
+    def __init__(self, generate: Generate, send: Send, key: str = "", max_lanes: int = MAX_LANES) -> None:
+        self._generate, self._key, self._max_lanes = generate, key, max_lanes
         self._outbox = Outbox(send)
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
@@ -137,7 +143,7 @@ class Multiplex:
             await asyncio.wait(self._tasks.values())
 
     def _begin(self, number: int, begin: pb.MultiplexBegin) -> None:
-        task = asyncio.create_task(self._one(begin.request, Lane(number, begin, self._outbox)))
+        task = asyncio.create_task(self._one(begin.request, Lane(number, begin, self._outbox, self._key)))
         self._tasks[number] = task
         # Not at the end of the task's own code: one that is cancelled in the tick of its beginning never runs any.
         task.add_done_callback(lambda _: self._tasks.pop(number, None))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
 
 from pdserve.core.errors import UnknownRequest
 from pdserve.core.quantiles import quantiles_of
@@ -24,10 +26,16 @@ class Record:
         self.workers: tuple[str, ...] = ()
         self.decisions = measure.decisions
         self._span, self._name, self._parent = span, name, parent
+        self._tenant = ""
         self._measure: Measure | None = measure
         self._summary = inference_pb2.RequestSummary(
             trace_id=trace_id_of(span), state=inference_pb2.REQUEST_STATE_RUNNING, arrived_unix_ns=time.time_ns()
         )
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Tenant and request id: other tenants' ids may be the same."""
+        return self._tenant, self._summary.request_id
 
     @property
     def request_id(self) -> str:
@@ -38,8 +46,9 @@ class Record:
         """In hex; empty where nobody traces."""
         return self._summary.trace_id
 
-    def named(self, request_id: str, model: str) -> None:
-        """What it is called, and which served model it is for."""
+    def named(self, request_id: str, model: str, tenant: str = "") -> None:
+        """What it is called, which served model it is for, and whose it is."""
+        self._tenant = tenant
         self._summary.request_id, self._summary.model = request_id, model
         self._span.set_attribute(names.REQUEST_ID, request_id)
         self._span.set_attribute(names.REQUEST_MODEL, model)
@@ -122,29 +131,34 @@ class Record:
 
 
 class RecentRequests:
-    """The latest `size` requests by id, running ones among them. Where two had the same id, the newer one counts."""
+    """The latest `size` requests by id, running ones among them. Where two of a tenant had the same id, the newer one
+    counts. Who asks for those of one tenant hears of no others; None: of all."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._records: OrderedDict[tuple[str, str], Record] = OrderedDict()
 
     def add(self, record: Record) -> None:
         """Remember a request, which has its name, and forget the oldest where there are too many."""
         if self.size:
-            self._records[record.request_id] = record
-            self._records.move_to_end(record.request_id)
+            self._records[record.place] = record
+            self._records.move_to_end(record.place)
             while len(self._records) > self.size:
                 self._records.popitem(last=False)
 
-    def get(self, request_id: str) -> Record:
-        """Raises UnknownRequest."""
-        record = self._records.get(request_id)
+    def get(self, request_id: str, tenant: str | None = None) -> Record:
+        """The newest of that id. Raises UnknownRequest."""
+        record = next((record for record in self._of(tenant) if record.request_id == request_id), None)
         if record is None:
             raise UnknownRequest(
                 f"no request {request_id[:128]!r} among the latest {len(self._records)} of this router"
             )
         return record
 
-    def latest(self, limit: int) -> list[Record]:
+    def latest(self, limit: int, tenant: str | None = None) -> list[Record]:
         """The newest first."""
-        return [record for record, _ in zip(reversed(self._records.values()), range(limit), strict=False)]
+        return list(islice(self._of(tenant), limit))
+
+    def _of(self, tenant: str | None) -> Iterator[Record]:
+        newest_first = reversed(self._records.values())
+        return newest_first if tenant is None else (one for one in newest_first if one.place[0] == tenant)

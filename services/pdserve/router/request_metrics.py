@@ -78,7 +78,8 @@ class RequestMetrics:
         self.rejected = count(
             registry,
             "requests_rejected_total",
-            "Requests refused at the door: for a limit of their tenant (tenant_requests, tenant_tokens), or because "
+            "Requests refused at the door: for a limit of their tenant (tenant_requests, tenant_tokens) or their "
+            "key (key_requests, key_tokens), or because "
             "they would have missed a target (ttft, itl) or their deadline.",
             ["model_name", "reason"],
         )

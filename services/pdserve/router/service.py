@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import structlog
 
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.router.admission import Door, stated_targets
+from pdserve.router.callers import Caller, Callers
 from pdserve.router.codec_service import detokenize, tokenize
 from pdserve.router.config import RouterSettings
 from pdserve.router.dispatch import Dispatcher
@@ -27,8 +28,10 @@ from pdserve.router.stats import WINDOW, RecentStats
 from pdserve.router.traces import gather
 from pdserve.router.validate import MAX_MODEL_NAME, MAX_REQUEST_ID, resolve, resolve_request_id
 from pdserve.router.waiting import Wishes
+from pdserve.router.worker import Worker
+from pdserve.rpc.api_keys import shown_key
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort, status_code
-from pdserve.rpc.tenant import ANONYMOUS, TENANT, check_tenant
+from pdserve.rpc.guard import texts
 from pdserve.rpc.writing import write_whole
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
@@ -47,9 +50,10 @@ _ANSWER_SHARE, _ANSWER_MAX = 0.1, 0.1
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves once `start` was called; UNAVAILABLE before that and while draining."""
 
-    def __init__(self, settings: RouterSettings, meters: Sequence[Meter] = ()) -> None:
-        """Each of `meters` hears of every request."""
+    def __init__(self, settings: RouterSettings, meters: Sequence[Meter] = (), callers: Callers | None = None) -> None:
+        """Each of `meters` hears of every request. `callers` None: keys are not asked for."""
         self._settings = settings
+        self._callers = callers or Callers(None)
         self._stats = RecentStats()
         self._meters = (*meters, self._stats)
         self._recent = RecentRequests(settings.trace_ring)
@@ -79,11 +83,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     # A coroutine that writes, not a generator: a cancel then arrives where the work is, and scopes close at once.
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        metadata = texts(context.invocation_metadata())
+        caller = await self._caller(context, metadata)
         self._running += 1
         self._idle.clear()
         if len(request.model) > MAX_MODEL_NAME:  # before it stands in spans and logs
             request.model = request.model[:MAX_MODEL_NAME] + "..."
-        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         chat = request.WhichOneof("prompt") == "chat"
         operation = names.OPERATION_CHAT if chat else names.OPERATION_TEXT_COMPLETION
         parent = bounded_traceparent(metadata.get(TRACEPARENT, ""))
@@ -92,7 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         measure = Measure(self._meters, operation)
         record = Record(span, name, parent, measure)
         try:
-            await self._generate(request, context, metadata, traceparent_of(span) or parent, measure, record)
+            await self._generate(request, context, caller, metadata, traceparent_of(span) or parent, measure, record)
         except PdserveError as error:
             measure.failed(status_code(error))
             record.failed(status_code(error).name, error)
@@ -117,7 +122,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request_iterator: AsyncIterator[inference_pb2.MultiplexRequest], context: Context
     ) -> None:
         try:
-            await Multiplex(self.Generate, partial(write_whole, context)).run(request_iterator)
+            key = shown_key(texts(context.invocation_metadata()))
+            await Multiplex(self.Generate, partial(write_whole, context), key).run(request_iterator)
         except PdserveError as error:
             await abort(context, error)
 
@@ -125,6 +131,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self,
         request: inference_pb2.GenerateRequest,
         context: Context,
+        caller: Caller,
         metadata: dict[str, str],
         traceparent: str,
         measure: Measure,
@@ -133,16 +140,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         fleet, dispatcher, door = self._fleet, self._dispatcher, self._door
         if fleet is None or dispatcher is None or door is None or self._draining:
             raise Unavailable("this router is draining" if self._draining else "this router is starting")
-        model = self._models.get(request.model)
+        model = caller.model(request.model, self._models)
         wishes = Wishes(
-            tenant=check_tenant(metadata.get(TENANT, ANONYMOUS)),
+            tenant=caller.tenant(metadata),
             session=request.session_id,
             targets=promised(request.slo, self._settings.slo),
             stated=stated_targets(request.slo, self._settings),
+            key=caller.key,
         )
         measure.started(model.name, wishes.targets)
         request_id = resolve_request_id(request.request_id or metadata.get("x-request-id", ""))
-        record.named(request_id, model.name)
+        record.named(request_id, model.name, wishes.tenant)
         self._recent.add(record)
         loop = asyncio.get_running_loop()
         remaining = context.time_remaining()
@@ -189,9 +197,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
+        caller = await self._caller(context)
         fleet, models = self._fleet, []
         for model in self._models:
-            facts = fleet.facts(model) if fleet and fleet.serves(model) else None
+            shown = fleet and caller.may_use(model.name) and fleet.serves(model)
+            facts = fleet.facts(model) if fleet and shown else None
             if facts is not None:
                 models.append(
                     inference_pb2.Model(name=model.name, max_model_len=facts.max_model_len, vocab_size=facts.vocab_size)
@@ -202,7 +212,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         try:
-            return await tokenize(request, *self._known(request.model))
+            return await tokenize(request, *self._known(await self._caller(context), request.model))
         except PdserveError as error:
             await abort(context, error)
 
@@ -210,13 +220,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         try:
-            return await detokenize(request, *self._known(request.model))
+            return await detokenize(request, *self._known(await self._caller(context), request.model))
         except PdserveError as error:
             await abort(context, error)
 
-    def _known(self, name: str) -> tuple[ServedModel, ModelFacts]:
-        """A model and its limits. Raises UnknownModel, and Unavailable before any of its workers has answered."""
-        model = self._models.get(name) if self._fleet else None
+    async def _caller(self, context: Context, metadata: Mapping[str, str] | None = None) -> Caller:
+        """Who makes this call; one of nobody's ends here."""
+        try:
+            return await self._callers.of(texts(context.invocation_metadata()) if metadata is None else metadata)
+        except PdserveError as error:
+            await abort(context, error)
+
+    def _known(self, caller: Caller, name: str) -> tuple[ServedModel, ModelFacts]:
+        """A model and its limits. Raises PermissionDenied, UnknownModel, and Unavailable before any of its workers has
+        answered."""
+        model = caller.model(name, self._models) if self._fleet else None
         if model is None or self._fleet is None:
             raise Unavailable("this router is starting")
         facts = self._fleet.facts(model)
@@ -225,7 +243,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return model, facts
 
     async def GetStats(self, request: stats_pb2.GetStatsRequest, context: Context) -> stats_pb2.GetStatsResponse:
-        targets = self._settings.slo
+        caller, targets = await self._caller(context), self._settings.slo
         response = stats_pb2.GetStatsResponse(
             window_seconds=WINDOW,
             ttft_target_ms=targets.ttft * 1e3,
@@ -234,20 +252,22 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         )
         if self._fleet is not None:
             response.router_id = self._fleet.router_id
-            response.models.extend(self._stats.told(model.name, self.waiting(model.name)) for model in self._models)
+            usable = (model.name for model in self._models if caller.may_use(model.name))
+            response.models.extend(self._stats.told(name, self.waiting(name)) for name in usable)
         return response
 
     async def ListTraces(
         self, request: inference_pb2.ListTracesRequest, context: Context
     ) -> inference_pb2.ListTracesResponse:
-        records = self._recent.latest(request.limit or DEFAULT_TRACES)
+        caller = await self._caller(context)
+        records = self._recent.latest(request.limit or DEFAULT_TRACES, caller.sees)
         return inference_pb2.ListTracesResponse(requests=[record.summary() for record in records])
 
     async def GetTrace(
         self, request: inference_pb2.GetTraceRequest, context: Context
     ) -> inference_pb2.GetTraceResponse:
         try:
-            record = self._remembered(request.request_id)
+            record = self._remembered(await self._caller(context), request.request_id)
             if self._fleet is None:
                 raise Unavailable("this router is starting")
             return await gather(record, self._fleet)
@@ -258,23 +278,25 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetDecisionsRequest, context: Context
     ) -> inference_pb2.GetDecisionsResponse:
         try:
-            record = self._remembered(request.request_id)
+            record = self._remembered(await self._caller(context), request.request_id)
             return inference_pb2.GetDecisionsResponse(
                 request=record.summary(), decisions=record.decisions.told(), dropped=record.decisions.dropped
             )
         except PdserveError as error:
             await abort(context, error)
 
-    def _remembered(self, request_id: str) -> Record:
-        """A recent request. Raises UnknownRequest, and FAILED_PRECONDITION where none is kept."""
+    def _remembered(self, caller: Caller, request_id: str) -> Record:
+        """A recent request. Raises UnknownRequest, also for another tenant's, and FAILED_PRECONDITION where none is
+        kept."""
         if not self._recent.size:
             raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, "this router keeps no traces (--trace-ring 0)")
-        return self._recent.get(request_id)
+        return self._recent.get(request_id, caller.sees)
 
     async def GetFleet(
         self, request: inference_pb2.GetFleetRequest, context: Context
     ) -> inference_pb2.GetFleetResponse:
-        workers = self._fleet.workers if self._fleet else ()
+        caller = await self._caller(context)
+        workers = [worker for worker in self._fleet.workers if self._shown(caller, worker)] if self._fleet else []
         return inference_pb2.GetFleetResponse(
             workers=[
                 inference_pb2.FleetWorker(
@@ -288,3 +310,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 for worker in workers
             ]
         )
+
+    def _shown(self, caller: Caller, worker: Worker) -> bool:
+        """Whether a worker is of a model that the caller may use, or of no served one, as a prefix cache is."""
+        model = self._models.announced_as(worker.snapshot.model) if worker.snapshot else None
+        return model is None or caller.may_use(model.name)

@@ -17,6 +17,7 @@ from pdserve.router.conversations import Pace
 from pdserve.router.decisions import DecisionLog
 from pdserve.router.models import ServedModel
 from pdserve.router.worker import Worker
+from pdserve.rpc.api_keys import ApiKey
 
 REFUSAL_FIRST = 0.05  # seconds that a worker which refused is left alone; doubles
 REFUSAL_MAX = 1.0
@@ -54,12 +55,14 @@ class Account:
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """Who asks, and what for beside an answer. `session` names its conversation. `stated` are those of the targets that
-    the request named, or whoever runs the router: for their sake it waits, or is refused."""
+    the request named, or whoever runs the router: for their sake it waits, or is refused. `key` is the API key that it
+    showed; None: none is asked for."""
 
     tenant: str = ""
     session: str = ""
     targets: SloTargets = DEFAULT_TARGETS
     stated: frozenset[Target] = frozenset()
+    key: ApiKey | None = None
 
 
 def fresh_class(priority: int) -> Rank:

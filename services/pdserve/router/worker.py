@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
+import grpc
 import grpc.aio
 import structlog
 
@@ -20,7 +21,8 @@ from pdserve.policy.prefix_index import PrefixIndex
 from pdserve.router.ledger import Ledger
 from pdserve.router.session import DecodeSession
 from pdserve.router.tasks import until_first_ends
-from pdserve.rpc.channel import CLIENT_OPTIONS
+from pdserve.rpc.access import PLAIN, Access
+from pdserve.rpc.channel import CLIENT_OPTIONS, Option, connect
 from pdserve.rpc.convert import layout_from_proto, speed_from_proto
 from pdserve.rpc.errors import error_from_call, from_server
 from pdserve.rpc.versions import our_versions
@@ -50,9 +52,19 @@ class Worker:
     `reports` counts what the worker told of its load, over all connections.
     """
 
-    def __init__(self, endpoint: str, router_id: str, lease: float, index: PrefixIndex, listener: Listener) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        router_id: str,
+        lease: float,
+        index: PrefixIndex,
+        listener: Listener,
+        access: Access = PLAIN,
+        name: str = "",
+    ) -> None:
         """`lease`, in seconds, is the silence that ends a connection. The worker keeps what it says of its cache in
-        `index`, under its endpoint."""
+        `index`, under its endpoint. Calls to it carry `access`. `name` is what its certificate is for;
+        empty: the endpoint's own host."""
         self.endpoint = endpoint
         self.snapshot: worker_pb2.WorkerSnapshot | None = None
         self.load = worker_pb2.WorkerLoad()
@@ -70,6 +82,8 @@ class Worker:
         self._lease = lease
         self._index = index
         self._listener = listener
+        self._access, self._name = access, name
+        self._refused = False
         self._sequence = 0
         self._link_facts: Mapping[str, LinkFacts] = {}
         self._retry_now = asyncio.Event()
@@ -141,7 +155,7 @@ class Worker:
         reached, reason = False, "closed"
         hello = worker_pb2.WatchRequest(protocol=our_versions())
         try:
-            async with _lease_channel(self.endpoint, self._lease) as channel:
+            async with _lease_channel(self.endpoint, self._lease, self._access, self._name) as channel:
                 try:
                     watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(hello)
                     async with asyncio.timeout(self._lease):
@@ -167,8 +181,14 @@ class Worker:
         except (grpc.aio.AioRpcError, PdserveError, TimeoutError, OSError) as error:
             reason = _say(error)
             if isinstance(error, grpc.aio.AioRpcError) and from_server(error):
-                self.alive_at = time.monotonic()
+                refused = error.code() is grpc.StatusCode.UNAUTHENTICATED
+                if refused and not self._refused:  # nothing but other settings will change that, so once
+                    log.error("worker_refuses_us", endpoint=self.endpoint, reason=reason)
+                self._refused = refused
+                if not refused:
+                    self.alive_at = time.monotonic()
         if reached:
+            self._refused = False
             # Who said before that it would go has not been lost.
             tell, event = (log.info, "worker_left") if self.draining else (log.warning, "worker_lost")
             tell(event, endpoint=self.endpoint, worker_id=self.worker_id, reason=reason)
@@ -244,16 +264,19 @@ class Worker:
         self._link_facts = {link.peer: LinkFacts(link.bytes_per_second, link.path) for link in table.links}
 
 
-def _lease_channel(endpoint: str, lease: float) -> grpc.aio.Channel:
-    """A channel whose pings find out within `lease` seconds that nobody is there any more."""
+def _lease_channel(endpoint: str, lease: float, access: Access, name: str) -> grpc.aio.Channel:
+    """A channel whose pings find out within `lease` seconds that nobody is there any more. Its connection is its own,
+    so that its end is this worker's end."""
     half = max(50, round(lease * 500))
     ours = {
         "grpc.keepalive_time_ms": half,
         "grpc.keepalive_timeout_ms": half,
-        "grpc.use_local_subchannel_pool": 1,  # a connection of our own: its end is this worker's end
     }
-    options = [(name, value) for name, value in CLIENT_OPTIONS if name not in ours] + list(ours.items())
-    return grpc.aio.insecure_channel(endpoint, options=options)
+    options: list[Option] = [option for option in CLIENT_OPTIONS if option[0] not in ours]
+    options += ours.items()
+    if name:
+        options.append(("grpc.ssl_target_name_override", name))
+    return connect(endpoint, access, options)
 
 
 def _say(error: BaseException) -> str:

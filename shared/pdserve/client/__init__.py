@@ -10,16 +10,18 @@ SyncClient is the same without asyncio. Any gRPC client can do what these do wit
 retries and tracing. What they raise, all of it a PdserveError:
 
     InvalidRequest            bad input; names the field
+    Unauthenticated           no API key, or one that is not known here
+    PermissionDenied          the key is not for that model or tenant
     UnknownModel              no such model here
     UnknownRequest            no such request among the recent ones
     NoCapacity                the fleet is full; may say when to come back. Retried where it does
-    ├── TenantLimited         the tenant has as many requests or tokens as it may have
+    ├── TenantLimited         the tenant or the key has as many requests or tokens as it may have
     └── TooLate               it would miss what it asked for, for what is ahead of it
     Unavailable               the router cannot be reached, or lacks workers. Retried
     RpcError                  what has no type of its own; has the gRPC code
     └── DeadlineExceeded      `timeout` passed
 
-The first seven are in pdserve.core.errors, the others in pdserve.rpc.errors. Retries are logged to the logger
+The first nine are in pdserve.core.errors, the others in pdserve.rpc.errors. Retries are logged to the logger
 "pdserve.client" at info.
 """
 
@@ -37,6 +39,7 @@ from pdserve.client.stats import LatencyStats, ModelStats, Stats
 from pdserve.client.sync import SyncClient, SyncEventStream
 from pdserve.client.tokens import Tokenization
 from pdserve.client.traces import RequestState, RequestSummary, Trace, TraceSource
+from pdserve.rpc.tls import Tls
 
 __all__ = [
     "CALL_TIMEOUT",
@@ -71,6 +74,7 @@ __all__ = [
     "Stats",
     "SyncClient",
     "SyncEventStream",
+    "Tls",
     "Token",
     "Tokenization",
     "Trace",

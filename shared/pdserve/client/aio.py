@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -24,8 +25,11 @@ from pdserve.client.stats import Stats
 from pdserve.client.targets import Rotation, targets_of
 from pdserve.client.tokens import Tokenization
 from pdserve.client.traces import RequestSummary, Trace
+from pdserve.rpc.access import Access
+from pdserve.rpc.api_keys import bearer
 from pdserve.rpc.channel import connect
 from pdserve.rpc.errors import RpcError
+from pdserve.rpc.tls import Tls
 from pdserve.v1 import inference_pb2_grpc
 
 
@@ -68,6 +72,8 @@ class Client:
         retry: RetryPolicy = DEFAULT_RETRIES,
         on_retry: Callable[[Retry], None] | None = None,
         wait_for_ready: bool = False,
+        api_key: str = "",
+        tls: Tls | None = None,
     ) -> None:
         """`target` is the router's host:port; it is connected to by the first call. Of several, one is asked until
         it is lost; then it is the next one's turn. One that is full is passed over for the moment.
@@ -75,10 +81,15 @@ class Client:
         `timeout` is the deadline of each answer that names none, in seconds. `on_retry` is told of each retry before
         its wait. A router that cannot be reached fails a try at once, and is tried again as `retry` says;
         `wait_for_ready` waits for it as long as the deadline allows, without using up retries; ValueError with several.
+
+        `api_key` is shown with each call, where the router asks for one. InvalidRequest for a text that cannot be one.
+        `tls` says whom to trust, and what to show a router that asks for certificates; None: no TLS. ConfigError for
+        files that cannot be read.
         """
         self._settings = CallSettings(timeout, retry, on_retry, wait_for_ready)
         self._settings.check(targets := targets_of(target))
-        self._channels = [connect(one) for one in targets]
+        self._key, self._metadata = api_key, bearer(api_key)
+        self._channels = [connect(one, Access(tls=tls)) for one in targets]
         self._stubs = Rotation([inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
         self._closed = asyncio.Event()
 
@@ -95,13 +106,19 @@ class Client:
         self._closed.set()
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
+    def with_api_key(self, api_key: str) -> Self:
+        """This client for somebody else's calls, over the same connections: closing either closes both."""
+        other = copy.copy(self)
+        other._key, other._metadata = api_key, bearer(api_key)
+        return other
+
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> EventStream:
         """Run one request and stream PromptInfo, then Outputs, then Finish.
 
         `prompt` is text, token ids, or chat messages; TypeError for another, and for an option that does not exist.
         An answer that breaks off is resumed behind the last token that was shown, where the failure may be retried.
         """
-        return EventStream(self._events(Exchange(prompt, options)))
+        return EventStream(self._events(Exchange(prompt, {"api_key": self._key, **options})))
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Run one request to its end; options as in `generate`."""
@@ -196,7 +213,9 @@ class Client:
             self._require_open()
             remaining = attempts.remaining(clock())
             method = getattr(attempts.target, query.method)
-            call = method(query.request, timeout=remaining, wait_for_ready=self._settings.wait_for_ready)
+            call = method(
+                query.request, timeout=remaining, wait_for_ready=self._settings.wait_for_ready, metadata=self._metadata
+            )
             try:
                 return query.read(await call)
             except grpc.aio.AioRpcError as error:

@@ -7,6 +7,7 @@ import grpc
 from pdserve.client.convert import event_from_proto, request_to_proto
 from pdserve.client.events import Completion, Event, Finish, Output, PromptInfo, Token
 from pdserve.client.options import GenerateOptions, Prompt
+from pdserve.rpc.api_keys import bearer
 from pdserve.rpc.errors import RpcError
 from pdserve.rpc.tenant import TENANT, check_tenant
 from pdserve.telemetry.tracing import TRACEPARENT, current_traceparent
@@ -17,12 +18,14 @@ class Exchange:
     """What was asked and what was shown of the answer. Does no I/O."""
 
     def __init__(self, prompt: Prompt, options: GenerateOptions) -> None:
-        """Raises TypeError, as `request_to_proto` does, and InvalidRequest for a tenant that cannot be one."""
+        """Raises TypeError, as `request_to_proto` does, and InvalidRequest for a tenant or an API key that
+        cannot be one."""
         self.request = request_to_proto(prompt, options)
         self.timeout = options.get("timeout")
         parent = options.get("traceparent") or current_traceparent()
         named = ((TRACEPARENT, parent), (TENANT, check_tenant(options.get("tenant", ""))))
-        self.metadata = tuple((key, value) for key, value in named if value)
+        self.api_key = options.get("api_key", "")
+        self.metadata = (*((key, value) for key, value in named if value), *bearer(self.api_key))
         self._info_shown = False
         self._text_alone = False
         self.finished = False

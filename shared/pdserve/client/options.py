@@ -50,6 +50,8 @@ class GenerateOptions(TypedDict, total=False):
     """The same for the gaps between its tokens."""
     tenant: str
     """Whom it is accounted to, for fairness and limits; left out: nobody in particular. Sent as x-tenant-id."""
+    api_key: str
+    """The API key that this request shows; left out: the client's."""
     session_id: str
     cache_salt: str
     """Requests with different salts share no cached KV."""

@@ -22,9 +22,12 @@ from pdserve.client.events import Event
 from pdserve.client.exchange import Exchange
 from pdserve.client.options import GenerateOptions, Prompt
 from pdserve.core.errors import PdserveError, Unavailable
+from pdserve.rpc.access import Access
+from pdserve.rpc.api_keys import check_key
 from pdserve.rpc.channel import connect
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, error_from_call, error_from_status
 from pdserve.rpc.tenant import TENANT
+from pdserve.rpc.tls import Tls
 from pdserve.telemetry.tracing import TRACEPARENT
 from pdserve.v1 import inference_pb2 as pb
 from pdserve.v1 import inference_pb2_grpc
@@ -45,9 +48,11 @@ class Session:
     `async with`, or `close` it. It never retries: what was lost raises Broken, which is Unavailable, and what is asked
     of a closed one RpcError with CANCELLED, as a `Client` does."""
 
-    def __init__(self, target: str) -> None:
-        """`target` is the router's host:port."""
-        self._channel = connect(target)
+    def __init__(self, target: str, *, api_key: str = "", tls: Tls | None = None) -> None:
+        """`target` is the router's host:port. `api_key` is shown with each request that brings none.
+        `tls` as for a `Client`."""
+        self._key = check_key(api_key)
+        self._channel = connect(target, Access(tls=tls))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._numbers = itertools.count(1)
         self._stream: _Stream | None = None
@@ -70,7 +75,7 @@ class Session:
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> EventStream:
         """Run one request; events and options as in `Client.generate`. Leaving the stream cancels it on the server."""
-        return EventStream(self.events(Exchange(prompt, options)))
+        return EventStream(self.events(Exchange(prompt, {"api_key": self._key, **options})))
 
     async def events(self, exchange: Exchange) -> AsyncGenerator[Event]:
         """What is new of `exchange`, which may have had other tries, to its end. Close it to cancel."""
@@ -84,6 +89,7 @@ class Session:
             time_remaining_ms=0 if timeout is None else max(1, round(timeout * 1e3)),
             traceparent=metadata.get(TRACEPARENT, ""),
             tenant_id=metadata.get(TENANT, ""),
+            api_key=exchange.api_key,
         )
         if self._stream is None or self._stream.ended:
             self._stream = _Stream(self._stub.Multiplex())

@@ -25,8 +25,10 @@ from pdserve.client.stats import Stats
 from pdserve.client.targets import Rotation, targets_of
 from pdserve.client.tokens import Tokenization
 from pdserve.client.traces import RequestSummary, Trace
+from pdserve.rpc.api_keys import bearer
 from pdserve.rpc.channel import connect_blocking
 from pdserve.rpc.errors import RpcError
+from pdserve.rpc.tls import Tls
 from pdserve.v1 import inference_pb2_grpc
 
 
@@ -89,11 +91,14 @@ class SyncClient:
         retry: RetryPolicy = DEFAULT_RETRIES,
         on_retry: Callable[[Retry], None] | None = None,
         wait_for_ready: bool = False,
+        api_key: str = "",
+        tls: Tls | None = None,
     ) -> None:
         """As `Client`. `on_retry` is called by the thread whose call it is."""
         self._settings = CallSettings(timeout, retry, on_retry, wait_for_ready)
         self._settings.check(targets := targets_of(target))
-        self._channels = [connect_blocking(one) for one in targets]
+        self._key, self._metadata = api_key, bearer(api_key)
+        self._channels = [connect_blocking(one, tls) for one in targets]
         self._stubs = Rotation([inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels])
         self._changed = threading.Condition()  # guards what follows, and every _Place
         self._closed = False
@@ -117,7 +122,9 @@ class SyncClient:
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> SyncEventStream:
         """Run one request and stream its events, as `Client.generate` does."""
         place = _Place()
-        return SyncEventStream(self._events(Exchange(prompt, options), place), partial(self._cancel, place))
+        return SyncEventStream(
+            self._events(Exchange(prompt, {"api_key": self._key, **options}), place), partial(self._cancel, place)
+        )
 
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """Run one request to its end; options as in `generate`."""
@@ -208,7 +215,13 @@ class SyncClient:
         while True:
             remaining = attempts.remaining(clock())
             method = getattr(attempts.target, query.method)
-            begin = partial(method.future, query.request, timeout=remaining, wait_for_ready=settings.wait_for_ready)
+            begin = partial(
+                method.future,
+                query.request,
+                timeout=remaining,
+                wait_for_ready=settings.wait_for_ready,
+                metadata=self._metadata,
+            )
             call = self._begin(place, begin)
             try:
                 return query.read(call.result())

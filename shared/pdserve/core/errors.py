@@ -2,10 +2,12 @@
 
 PdserveError
 ├── InvalidRequest      bad input; names the field
+├── Unauthenticated     shows no credential that is known here
+├── PermissionDenied    known, and this is not for it
 ├── UnknownModel        no such model here
 ├── UnknownRequest      no such request here, or not any more
 ├── NoCapacity          refused before anything was spent; may carry when to retry
-│   ├── TenantLimited   its tenant has as much as it may have
+│   ├── TenantLimited   its tenant, or its key, has as much as it may have
 │   └── TooLate         predicted to miss its targets, or its deadline, for what is ahead of it
 ├── Unavailable         a part of the fleet is missing or leaving
 ├── ModelError          a model folder that cannot be served
@@ -34,6 +36,14 @@ class InvalidRequest(PdserveError):
         self.detail = detail
 
 
+class Unauthenticated(PdserveError):
+    """A caller that shows no key or secret, or one that nobody has. The message does not repeat it."""
+
+
+class PermissionDenied(PdserveError):
+    """A caller that is known, and may not have what it asks for."""
+
+
 class UnknownModel(PdserveError):
     """A model name that nobody here serves."""
 
@@ -51,7 +61,7 @@ class NoCapacity(PdserveError):
 
 
 class TenantLimited(NoCapacity):
-    """A tenant's requests or tokens are all taken. Others may well get in."""
+    """A tenant's or a key's requests or tokens are all taken. Others may well get in."""
 
 
 class TooLate(NoCapacity):

@@ -2,7 +2,7 @@
 
 from pdserve.launch.machine import Machine
 from pdserve.launch.models import resolve_model
-from pdserve.launch.plan import ModelPart, ServicePlan, SuitePlan, WorkerOptions, plan_suite
+from pdserve.launch.plan import ModelPart, ServicePlan, SuitePlan, TlsFiles, WorkerOptions, plan_suite
 from pdserve.launch.process import LaunchEvent, Service
 from pdserve.launch.suite import Suite, SuiteFailed
 
@@ -15,6 +15,7 @@ __all__ = [
     "Suite",
     "SuiteFailed",
     "SuitePlan",
+    "TlsFiles",
     "WorkerOptions",
     "plan_suite",
     "resolve_model",

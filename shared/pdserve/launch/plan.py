@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pdserve.core.errors import ConfigError
 from pdserve.launch.machine import Machine
+from pdserve.rpc.tls import Tls
 
 GIB = 1 << 30
 MAX_PORT = 65535
@@ -87,6 +88,27 @@ class WorkerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """TLS for a whole suite: one certificate for all its services, whose authority is among those of `ca_file`. Where
+    `client_ca_file` is set, clients and the services themselves must have one of an authority in there."""
+
+    cert_file: Path
+    key_file: Path
+    ca_file: Path
+    client_ca_file: Path | None = None
+
+    def flags(self, *, calls: bool) -> dict[str, object]:
+        """A service's; `calls`: it calls others."""
+        served = {"tls-cert-file": self.cert_file, "tls-key-file": self.key_file}
+        return {**served, "tls-client-ca-file": self.client_ca_file, **({"tls-ca-file": self.ca_file} if calls else {})}
+
+    @property
+    def caller(self) -> Tls:
+        """What the suite's own callers use."""
+        return Tls(self.ca_file, self.cert_file, self.key_file)
+
+
+@dataclass(frozen=True, slots=True)
 class ServicePlan:
     """One process: `python -m pdserve.<module> *arguments`, plus the endpoints that are known only once others run.
 
@@ -108,6 +130,7 @@ class SuitePlan:
     router: ServicePlan
     gateways: tuple[ServicePlan, ...] = ()
     notes: tuple[str, ...] = ()
+    tls: TlsFiles | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +153,7 @@ def plan_suite(
     http_port: int = 0,
     metrics_port: int | None = None,
     per_worker: Mapping[str, Mapping[str, object]] | None = None,
+    tls: TlsFiles | None = None,
 ) -> SuitePlan:
     """Divide `machine` among the workers of `parts`. Raises ConfigError.
 
@@ -140,6 +164,7 @@ def plan_suite(
     ports that follow it, or any free ones (0).
     Metrics are exported where `metrics_port` says: the router's there, the workers' and caches' at the ports that
     follow it, or at any free ones (0). `prefix_cache_capacity` is in bytes, for each cache.
+    `tls` None: none.
     """
     slots = _slots(parts)
     for what, number in (("prefix caches", prefix_caches), ("gateways", gateways)):
@@ -159,6 +184,7 @@ def plan_suite(
     share, kv_memory = _memory(slots, machine, options, prefix_caches, on_gpu=devices[0].startswith("cuda"))
     cores = divide_cores([slot.module for slot in slots], machine.cores)
     sharers = Counter(devices)
+    calling, answering = (tls.flags(calls=True), tls.flags(calls=False)) if tls else ({}, {})
     workers, notes = [], []
     for index, slot in enumerate(slots):
         mine, device = cores[index], devices[index]
@@ -183,6 +209,7 @@ def plan_suite(
             "host": "127.0.0.1",
             "port": 0,
             "metrics-port": next(metrics),
+            **calling,
             **overrides.get(slot.name, {}),
         }
         cache = index % prefix_caches if prefix_caches else None
@@ -197,18 +224,31 @@ def plan_suite(
     caches = []
     for index in range(prefix_caches):
         name = f"prefix-cache-{index}"
-        cache_flags = {"capacity": capacity, "worker-id": name, "host": "127.0.0.1", "port": 0, **common}
+        cache_flags = {"capacity": capacity, "worker-id": name, "host": "127.0.0.1", "port": 0, **common, **answering}
         cache_flags["metrics-port"] = next(metrics)
         caches.append(ServicePlan("prefix_cache", name, _arguments(cache_flags)))
     models = tuple(flag for part in parts for flag in ("--model", f"{part.name}={part.path}"))
-    router_flags = {"host": host, "port": port, "metrics-port": router_metrics, **common, **overrides.get("router", {})}
+    router_flags = {
+        "host": host,
+        "port": port,
+        "metrics-port": router_metrics,
+        **common,
+        **calling,
+        **overrides.get("router", {}),
+    }
     router = ServicePlan("router", "router", (*models, *_arguments(router_flags)))
     doors = []
     for index in range(gateways):
         name = f"gateway-{index}"
-        door_flags = {"host": host, "port": http_port + index if http_port else 0, **common, **overrides.get(name, {})}
+        door_flags = {
+            "host": host,
+            "port": http_port + index if http_port else 0,
+            **common,
+            **calling,
+            **overrides.get(name, {}),
+        }
         doors.append(ServicePlan("gateway", name, _arguments(door_flags)))
-    return SuitePlan(tuple(caches), tuple(workers), router, tuple(doors), tuple(notes))
+    return SuitePlan(tuple(caches), tuple(workers), router, tuple(doors), tuple(notes), tls)
 
 
 def divide_cores(modules: Sequence[str], cores: Sequence[int]) -> list[tuple[int, ...]]:

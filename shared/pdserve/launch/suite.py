@@ -11,6 +11,8 @@ from typing import Any
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.launch.plan import ServicePlan, SuitePlan
 from pdserve.launch.process import LaunchEvent, Service
+from pdserve.launch.secret_file import SecretFile
+from pdserve.rpc.access import Access, access_of
 
 START_TIMEOUT = 600.0  # seconds; big models load from slow disks
 STOP_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
@@ -36,7 +38,9 @@ class Suite:
         listener: Callable[[LaunchEvent], None] | None = None,
         start_timeout: float = START_TIMEOUT,
         stop_grace: float = STOP_GRACE,
+        internal_secret_file: Path | None = None,
     ) -> None:
+        """`internal_secret_file` has the secret of this fleet; None: one is made, and gone with the suite."""
         self.plan = plan
         self.caches: list[Service] = []
         self.workers: list[Service] = []
@@ -47,6 +51,7 @@ class Suite:
         self._listener = listener or (lambda event: None)
         self._start_timeout = start_timeout
         self._stop_grace = stop_grace
+        self._secret = SecretFile(internal_secret_file)
         self._failed = asyncio.Event()
         self._guard: asyncio.Task[None] | None = None
 
@@ -68,10 +73,22 @@ class Suite:
         found = {service.name: str(service.details.get("metrics", "")) for service in self.services}
         return {name: url for name, url in found.items() if url}
 
+    @property
+    def internal_secret_file(self) -> Path:
+        """The file with this fleet's secret. Raises Unavailable where the suite does not run."""
+        return self._secret.path
+
+    @property
+    def access(self) -> Access:
+        """What the suite's workers and caches want to be shown. Raises Unavailable where the suite does not
+        run."""
+        return access_of(self._secret.path, self.plan.tls.caller if self.plan.tls else None)
+
     async def __aenter__(self) -> Suite:
-        if self._log_folder:
-            self._log_folder.mkdir(parents=True, exist_ok=True)
         try:
+            self._secret.make()
+            if self._log_folder:
+                self._log_folder.mkdir(parents=True, exist_ok=True)
             async with asyncio.timeout(self._start_timeout):
                 await self._start()
         except BaseException as error:
@@ -115,6 +132,7 @@ class Suite:
             self.kill()
         for service in self.services:
             await service.close()
+        self._secret.remove()
 
     async def _start(self) -> None:
         """Caches first (workers need their endpoints, and they are fast), the router while the workers still load, and
@@ -135,9 +153,10 @@ class Suite:
         await _all(*(service.ready() for service in self.services))
 
     async def _launch(self, plan: ServicePlan, more: Sequence[str] = ()) -> Service:
-        return await Service.start(
-            plan.module, plan.name, [*plan.arguments, *more], log_folder=self._log_folder, listener=self._listener
-        )
+        words = [*plan.arguments, *more]
+        if plan not in self.plan.gateways and "--internal-secret-file" not in words:
+            words += ["--internal-secret-file", str(self._secret.path)]
+        return await Service.start(plan.module, plan.name, words, log_folder=self._log_folder, listener=self._listener)
 
     async def _watch(self) -> None:
         """Wait for the first death that nobody asked for, then stop the rest."""

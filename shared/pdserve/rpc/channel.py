@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import grpc
 import grpc.aio
 
+from pdserve.rpc.access import INTERNAL, PLAIN, Access
+from pdserve.rpc.metadata_channel import MetadataChannel
+from pdserve.rpc.tls import Tls
+
 MAX_MESSAGE_BYTES = 256 << 20
 _numbers = itertools.count()
+Option = tuple[str, int | str]
 
 MESSAGE_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -52,18 +58,31 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     return [limit, *(option for option in SERVER_OPTIONS if option[0] != limit[0])]
 
 
-def connect(target: str) -> grpc.aio.Channel:
-    """A channel to `target` with a connection of its own (grpc would share one between equal channels).
+def connect(target: str, access: Access = PLAIN, options: Sequence[Option] | None = None) -> grpc.aio.Channel:
+    """A channel to `target`, whose calls carry `access`, with a connection of its own (grpc would share one between
+    equal channels).
 
-    Connects with its first call. Use it with `async with`, or close it.
+    Connects with its first call. Use it with `async with`, or close it. `options` take the place of CLIENT_OPTIONS.
+    Raises ConfigError for files of TLS that cannot be read.
     """
-    return grpc.aio.insecure_channel(target, options=_own_options())
+    own = _own_options(options)
+    if access.tls is None:
+        channel = grpc.aio.insecure_channel(target, options=own)
+    else:
+        channel = grpc.aio.secure_channel(target, access.tls.credentials(), options=own)
+    return channel if access.secret is None else MetadataChannel(channel, ((INTERNAL, access.secret.text),))
 
 
-def connect_blocking(target: str) -> grpc.Channel:
-    """As `connect`, for threads instead of an event loop."""
-    return grpc.insecure_channel(target, options=_own_options())
+def connect_blocking(target: str, tls: Tls | None = None) -> grpc.Channel:
+    """As `connect`, for threads instead of an event loop, and for clients, who have no secret."""
+    if tls is None:
+        return grpc.insecure_channel(target, options=_own_options())
+    return grpc.secure_channel(target, tls.credentials(), options=_own_options())
 
 
-def _own_options() -> list[tuple[str, int]]:
-    return [*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("pdserve.channel_number", next(_numbers))]
+def _own_options(options: Sequence[Option] | None = None) -> list[Option]:
+    return [
+        *(CLIENT_OPTIONS if options is None else options),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("pdserve.channel_number", next(_numbers)),
+    ]

@@ -26,8 +26,10 @@ from pdserve.core.errors import (
     ModelError,
     NoCapacity,
     PdserveError,
+    PermissionDenied,
     TenantLimited,
     TooLate,
+    Unauthenticated,
     Unavailable,
     UnknownModel,
     UnknownRequest,
@@ -56,6 +58,8 @@ class DeadlineExceeded(RpcError):
 
 _KINDS: dict[type[PdserveError], tuple[grpc.StatusCode, str]] = {
     InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
+    Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    PermissionDenied: (grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
     UnknownModel: (grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     UnknownRequest: (grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST"),
     NoCapacity: (grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_CAPACITY"),
@@ -70,6 +74,8 @@ _KINDS: dict[type[PdserveError], tuple[grpc.StatusCode, str]] = {
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _BY_REASON: dict[str, type[PdserveError]] = {reason: kind for kind, (_, reason) in _KINDS.items()}
 _BY_CODE: dict[grpc.StatusCode, type[PdserveError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.NOT_FOUND: UnknownModel,
     grpc.StatusCode.RESOURCE_EXHAUSTED: NoCapacity,
     grpc.StatusCode.UNAVAILABLE: Unavailable,

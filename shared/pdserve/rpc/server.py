@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
 import socket
 import time
@@ -11,13 +12,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
 import grpc.aio
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.rpc.access import Access
 from pdserve.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from pdserve.rpc.guard import Check, Guard, fleet_only
 from pdserve.rpc.launcher import Launcher
 from pdserve.rpc.malformed import MalformedMessages
 from pdserve.rpc.settings import ServiceSettings
@@ -49,9 +53,10 @@ class GrpcServer:
         services: Sequence[Service],
         metrics: Metrics | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        check: Check | None = None,
     ) -> None:
         """`metrics` are exported, as the settings say, from the binding to the end. A larger message than
-        `max_message_bytes` is refused before it is read."""
+        `max_message_bytes` is refused before it is read, and so is what `check` does not let in."""
         self.endpoint = ""
         self.metrics_url: str | None = None
         self.stop_requested = asyncio.Event()
@@ -67,7 +72,10 @@ class GrpcServer:
         self._signals = 0
         self._signal_seen = asyncio.Event()
         self._stop_now = asyncio.Event()
-        self._server = grpc.aio.server(interceptors=[MalformedMessages()], options=server_options(max_message_bytes))
+        guards = [Guard(check)] if check else []
+        self._server = grpc.aio.server(
+            interceptors=[*guards, MalformedMessages()], options=server_options(max_message_bytes)
+        )
         for add, servicer, _ in services:
             add(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -77,8 +85,10 @@ class GrpcServer:
         await self.launcher.start()
         try:
             host, port = self._settings.host, self._settings.port
+            tls = self._settings.server_tls
+            credentials = tls.credentials() if tls else None
             try:
-                bound = self._server.add_insecure_port(join_host_port(host, port))
+                bound = self._listen(join_host_port(host, port), credentials)
             except RuntimeError as error:
                 raise ConfigError(f"cannot listen on {join_host_port(host, port)}: {_obstacle(host, port)}") from error
             self.endpoint = join_host_port(self._settings.advertise_host or advertised_host(host), bound)
@@ -93,8 +103,13 @@ class GrpcServer:
             await self.launcher.close()
             raise
         self.launcher.report("bound", endpoint=self.endpoint)
-        log.info("bound", endpoint=self.endpoint, services=self._names, metrics=self.metrics_url)
+        log.info("bound", endpoint=self.endpoint, services=self._names, metrics=self.metrics_url, tls=tls is not None)
         return self
+
+    def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        if credentials is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, credentials)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -188,6 +203,29 @@ async def _first(*events: asyncio.Event) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def internal_check(access: Access, settings: ServiceSettings) -> Check | None:
+    """What a service wants to be shown that answers its fleet alone; None: nothing, which is logged where others than
+    this machine can reach it."""
+    if access.secret is not None:
+        return fleet_only(access.secret)
+    warn_where_open(settings, "internal-secret-file")
+    return None
+
+
+def warn_where_open(settings: ServiceSettings, unset: str) -> None:
+    """Log that others than this machine's may do everything, because that setting is unset."""
+    if not is_loopback(settings.host):
+        log.warning("open_to_anybody", host=settings.host, unset=unset)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether who listens on `host` is reached from this machine alone. Of a name only localhost is known."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def advertised_host(host: str) -> str:

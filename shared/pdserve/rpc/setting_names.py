@@ -9,6 +9,7 @@ from __future__ import annotations
 SETTING_NAMES = frozenset(
     {
         "PDSERVE_ADVERTISE_HOST",
+        "PDSERVE_API_KEYS_FILE",
         "PDSERVE_ATTENTION_BACKEND",
         "PDSERVE_BLOCK_SIZE",
         "PDSERVE_BODY_SECONDS",
@@ -32,6 +33,7 @@ SETTING_NAMES = frozenset(
         "PDSERVE_HAND_OFF",
         "PDSERVE_HOST",
         "PDSERVE_HTTP_PORT",
+        "PDSERVE_INTERNAL_SECRET_FILE",
         "PDSERVE_KV_CACHE_MEMORY",
         "PDSERVE_KV_CHECKSUM",
         "PDSERVE_KV_HOST",
@@ -76,6 +78,10 @@ SETTING_NAMES = frozenset(
         "PDSERVE_TENANT_TOKENS_PER_MINUTE",
         "PDSERVE_TENSOR_PARALLEL_SIZE",
         "PDSERVE_THREADS",
+        "PDSERVE_TLS_CA_FILE",
+        "PDSERVE_TLS_CERT_FILE",
+        "PDSERVE_TLS_CLIENT_CA_FILE",
+        "PDSERVE_TLS_KEY_FILE",
         "PDSERVE_TRACE_RING",
         "PDSERVE_WORKER",
         "PDSERVE_WORKER_ID",

@@ -20,6 +20,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.rpc.endpoint import ANY_ADDRESS, parse_endpoint
 from pdserve.rpc.settings_report import Report, explain
 from pdserve.rpc.settings_sources import gather
+from pdserve.rpc.tls import ServerTls, Tls
 
 
 def _check_endpoint(text: str) -> str:
@@ -135,13 +136,62 @@ class ServiceSettings(Settings):
         512, ge=0, description="how many requests' traces to keep in memory, for `pdserve trace`; 0: none"
     )
     drain_seconds: float = Field(30.0, ge=0, description="how long running work may take once told to stop")
+    tls_cert_file: Path | None = Field(
+        None, description="certificate of this service, and its chain, in PEM; with it, it listens with TLS alone"
+    )
+    tls_key_file: Path | None = Field(None, description="private key of the certificate, in PEM")
+    tls_client_ca_file: Path | None = Field(
+        None, description="authorities, in PEM; only callers with a certificate of theirs are let in (mutual TLS)"
+    )
+
+    @property
+    def server_tls(self) -> ServerTls | None:
+        """What it listens with; None: no TLS."""
+        if self.tls_cert_file is None or self.tls_key_file is None:
+            return None
+        return ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
+        yield from tls_contradictions(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
         if self.advertise_host in ANY_ADDRESS:
             yield f"advertise-host {self.advertise_host!r} is no address that others can connect to"
         if self.port and self.port == self.metrics_port:
             yield f"port and metrics-port are both {self.port}"
+
+
+class CallingSettings(ServiceSettings):
+    """What those services have that call others."""
+
+    tls_ca_file: Path | None = Field(
+        None,
+        description="authorities, in PEM, of the services that this one calls; with it, it calls them with TLS, and"
+        " shows them its own certificate where it has one",
+    )
+
+    @property
+    def caller_tls(self) -> Tls | None:
+        """What it calls with; None: no TLS."""
+        return Tls(self.tls_ca_file, self.tls_cert_file, self.tls_key_file) if self.tls_ca_file else None
+
+
+class FleetSettings(ServiceSettings):
+    """What those services have that call one another: all but the gateway, which is a client."""
+
+    internal_secret_file: Path | None = Field(
+        None,
+        description="file with the secret that the services of a fleet show one another; workers and prefix caches"
+        " refuse whoever does not show it; unset: they answer anybody",
+    )
+
+
+def tls_contradictions(cert: Path | None, key: Path | None, client_ca: Path | None) -> Iterator[str]:
+    """What a server cannot have of these without the others."""
+    if (cert is None) != (key is None):
+        said, missing = ("tls-key-file", "tls-cert-file") if cert is None else ("tls-cert-file", "tls-key-file")
+        yield f"{said} is set, and {missing} is not: they go together"
+    if client_ca is not None and cert is None:
+        yield "tls-client-ca-file asks callers for certificates, and there is no TLS without tls-cert-file"
 
 
 def _program() -> str:

@@ -21,14 +21,17 @@ from pdserve.rpc.setting_names import SETTING_NAMES
 from pdserve.rpc.settings_help import Help
 
 ENV_PREFIX = "PDSERVE_"
-# Variables that are no service's setting: the model cache, the client commands' router, and what the soak takes.
-OTHER_VARIABLES = frozenset({"PDSERVE_CACHE", "PDSERVE_LIFECYCLES", "PDSERVE_SEED", "PDSERVE_TARGET"})
+# Variables that are no service's setting: the client commands' API key and router, the model cache, and what the soak
+# takes.
+OTHER_VARIABLES = frozenset(
+    {"PDSERVE_API_KEY", "PDSERVE_CACHE", "PDSERVE_LIFECYCLES", "PDSERVE_SEED", "PDSERVE_TARGET"}
+)
 TEST_PREFIX = "PDSERVE_TEST_"
 # Said for one process only: a file or a variable that many share must not say them.
 FLAG_ONLY = frozenset({"check_config", "launcher_fd"})
 # What vLLM's users may look for, and why it is not here.
 NOT_HERE = {
-    "api_key": "there are no API keys yet; put what checks them in front",
+    "api_key": "keys stand in the file that the router's api-keys-file names",
     "enable_chunked_prefill": "prompts are always computed in chunks of max-num-batched-tokens",
     "enforce_eager": "nothing is captured or compiled, so eager is all there is",
     "kv_cache_dtype": "KV is kept in the model's dtype; kv-transfer-dtype says how it travels",

@@ -1,7 +1,7 @@
 """Whom a request is accounted to.
 
-The name is metadata of the call, and nothing proves it: until there are API keys, what stands in front of the routers
-has to set it, and to drop what its clients say.
+The name is metadata of the call. An API key proves it, see router.callers; where keys are not asked for, what stands in
+front of the routers has to set it, and to drop what its clients say.
 """
 
 from __future__ import annotations

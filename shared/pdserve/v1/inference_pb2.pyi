@@ -832,12 +832,15 @@ class MultiplexBegin(_message.Message):
     TIME_REMAINING_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TENANT_ID_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
     time_remaining_ms: _builtins.int
     """Time to the request's deadline; 0: the router's own limit."""
     traceparent: _builtins.str
     """W3C trace context; may be empty. One of more than 256 characters is left out."""
     tenant_id: _builtins.str
     """As x-tenant-id."""
+    api_key: _builtins.str
+    """The API key that the request shows, where the router asks for one; empty: the one of the stream's own call."""
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """As for Generate."""
@@ -849,10 +852,11 @@ class MultiplexBegin(_message.Message):
         time_remaining_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         tenant_id: _builtins.str = ...,
+        api_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "tenant_id", b"tenant_id", "time_remaining_ms", b"time_remaining_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "request", b"request", "tenant_id", b"tenant_id", "time_remaining_ms", b"time_remaining_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

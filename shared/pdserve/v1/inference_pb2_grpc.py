@@ -30,11 +30,12 @@ class InferenceServiceStub:
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
 
     A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
-    INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
-    it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
-    that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
-    trying again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on
-    behind them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
+    INVALID_REQUEST, UNAUTHENTICATED (no API key, or an unknown one), PERMISSION_DENIED (the key is not for that),
+    UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as it may have) or
+    TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest that
+    names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying
+    again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on behind
+    them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
@@ -42,7 +43,9 @@ class InferenceServiceStub:
 
     Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
     where request_id is empty; `x-tenant-id` (at most 128 printable ASCII characters) names whom it is accounted to, for
-    fairness and limits. Nothing proves it: whatever is in front has to set it, and drop what clients say.
+    fairness and limits. Where the router asks for API keys, every call shows one as `authorization: Bearer KEY`, which
+    says what models it may use and whom it is accounted to; where it does not, nothing proves a tenant's name, and whatever
+    is in front has to set it, and drop what clients say.
     """
 
     def __init__(self, channel):
@@ -107,11 +110,12 @@ class InferenceServiceServicer:
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
 
     A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
-    INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
-    it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
-    that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
-    trying again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on
-    behind them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
+    INVALID_REQUEST, UNAUTHENTICATED (no API key, or an unknown one), PERMISSION_DENIED (the key is not for that),
+    UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as it may have) or
+    TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest that
+    names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying
+    again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on behind
+    them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
@@ -119,7 +123,9 @@ class InferenceServiceServicer:
 
     Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
     where request_id is empty; `x-tenant-id` (at most 128 printable ASCII characters) names whom it is accounted to, for
-    fairness and limits. Nothing proves it: whatever is in front has to set it, and drop what clients say.
+    fairness and limits. Where the router asks for API keys, every call shows one as `authorization: Bearer KEY`, which
+    says what models it may use and whom it is accounted to; where it does not, nothing proves a tenant's name, and whatever
+    is in front has to set it, and drop what clients say.
     """
 
     def Generate(self, request, context):
@@ -277,11 +283,12 @@ class InferenceService:
     """InferenceService is the public API. Every router serves it; a client needs nothing else.
 
     A call that fails carries a google.rpc.Status with an ErrorInfo: domain "pdserve" and a reason such as
-    INVALID_REQUEST, UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as
-    it may have) or TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest
-    that names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before
-    trying again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on
-    behind them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
+    INVALID_REQUEST, UNAUTHENTICATED (no API key, or an unknown one), PERMISSION_DENIED (the key is not for that),
+    UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as it may have) or
+    TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest that
+    names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying
+    again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on behind
+    them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
@@ -289,7 +296,9 @@ class InferenceService:
 
     Metadata: `traceparent` (W3C) makes the router's spans part of the caller's trace; `x-request-id` names the request
     where request_id is empty; `x-tenant-id` (at most 128 printable ASCII characters) names whom it is accounted to, for
-    fairness and limits. Nothing proves it: whatever is in front has to set it, and drop what clients say.
+    fairness and limits. Where the router asks for API keys, every call shows one as `authorization: Bearer KEY`, which
+    says what models it may use and whom it is accounted to; where it does not, nothing proves a tenant's name, and whatever
+    is in front has to set it, and drop what clients say.
     """
 
     @staticmethod

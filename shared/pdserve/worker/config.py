@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import ByteSize, Field, field_validator
 
 from pdserve.rpc.server import data_host
-from pdserve.rpc.settings import Endpoint, ServiceSettings
+from pdserve.rpc.settings import CallingSettings, Endpoint, FleetSettings
 from pdserve.worker.messages import EngineSettings
 
 # Shares of memory: of a GPU that a worker has for itself; of a machine's free memory that it shares with everybody.
@@ -23,7 +23,7 @@ GPU_BATCHED_TOKENS = 4096
 FLASH_PAGE = 256  # as in engine.attention.flash_backend, which needs torch to be imported
 
 
-class WorkerSettings(ServiceSettings):
+class WorkerSettings(FleetSettings, CallingSettings):
     """vLLM's names where it has one. Sizes take units ("1GiB")."""
 
     model: str = Field(description="folder, hub id or smollm2-135m-instruct")

@@ -16,9 +16,10 @@ from msgspec.structs import replace
 
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.sequence import SequenceSpec
+from pdserve.rpc.access import access_of
 from pdserve.rpc.convert import layout_to_proto
 from pdserve.rpc.convert_link import Hello
-from pdserve.rpc.server import GrpcServer, Service, ServiceFailed
+from pdserve.rpc.server import GrpcServer, Service, ServiceFailed, internal_check
 from pdserve.rpc.versions import PROTOCOL_MAX, PROTOCOL_MIN, our_versions, software_version
 from pdserve.telemetry.export import Metrics
 from pdserve.telemetry.logs import setup_logs
@@ -74,16 +75,20 @@ class RoleService(Protocol):
 
 
 class WorkerFront:
-    """Engine, links, watch board, metrics and prefix client of one worker, and the loop that hands messages on."""
+    """Engine, links, watch board, metrics and prefix client of one worker, and the loop that hands messages on.
+
+    Raises ConfigError for a secret or files of TLS that cannot be read.
+    """
 
     def __init__(self, settings: WorkerSettings, role: str, worker_id: str) -> None:
         self.settings, self.role, self.worker_id = settings, role, worker_id
+        self.access = access_of(settings.internal_secret_file, settings.caller_tls)
         self.incarnation = secrets.token_hex(8)
         self.node = socket.gethostname()
         self.engine = EngineClient(settings.for_engine(role))
         self.board = WatchBoard()
         self.metrics = WorkerMetrics(self.worker_id, role, settings.model_name)
-        self.links = Links(self.engine.send_link, self._on_report)
+        self.links = Links(self.engine.send_link, self._on_report, self.access)
         self.prefix: PrefixClient | None = None
         self.started: EngineStarted | None = None
         self._sent = SentPrompts()
@@ -166,7 +171,7 @@ class WorkerFront:
         )
         settings = self.settings
         if settings.prefix_cache:
-            client = PrefixClient(settings.prefix_cache, started.layout, self.engine, self.board.stored)
+            client = PrefixClient(settings.prefix_cache, started.layout, self.engine, self.board.stored, self.access)
             self.prefix = await scope.enter_async_context(client)
         engine = settings.for_engine(self.role)
         self.metrics.load = idle_load(started.total_blocks)
@@ -293,7 +298,8 @@ async def _serve(settings: WorkerSettings, role: str, worker_id: str, make: Make
     front = WorkerFront(settings, role, worker_id)
     service, own = make(front)
     export = Metrics(front.metrics.registry, role, front.worker_id)
-    async with GrpcServer(settings, [own, *front.services()], export) as server:
+    check = internal_check(front.access, settings)
+    async with GrpcServer(settings, [own, *front.services()], export, check=check) as server:
         server.on_drain.append(front.drain)
         work = asyncio.create_task(front.run(server, service), name="front")
         try:

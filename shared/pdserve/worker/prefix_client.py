@@ -21,6 +21,7 @@ from pdserve.core.hashing import block_hashes, root_hash
 from pdserve.core.layout import KVLayout
 from pdserve.core.sequence import SequenceSpec
 from pdserve.policy.prefix_fetch import Rate, should_fetch
+from pdserve.rpc.access import PLAIN, Access
 from pdserve.rpc.channel import connect
 from pdserve.telemetry import names
 from pdserve.telemetry.tracing import TRACEPARENT, span, traceparent_of
@@ -47,13 +48,15 @@ class PrefixClient:
     """One worker's client. `async with` runs the background store; its end cancels it.
 
     `stored` is the mirror of the engine's block index (WatchBoard.stored), read only. `counts` says what happened:
-    fetched and stored blocks, and how often which reason prevented it.
+    fetched and stored blocks, and how often which reason prevented it. Calls carry `access`.
     """
 
-    def __init__(self, endpoint: str, layout: KVLayout, engine: EngineClient, stored: set[bytes]) -> None:
+    def __init__(
+        self, endpoint: str, layout: KVLayout, engine: EngineClient, stored: set[bytes], access: Access = PLAIN
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._endpoint, self._layout, self._engine, self._stored = endpoint, layout, engine, stored
-        self._channel = connect(endpoint)
+        self._channel = connect(endpoint, access)
         stub: prefix_cache_pb2_grpc.PrefixCacheServiceAsyncStub = prefix_cache_pb2_grpc.PrefixCacheServiceStub(
             self._channel
         )

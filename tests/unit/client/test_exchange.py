@@ -59,12 +59,16 @@ def test_every_option_reaches_the_request_or_the_call() -> None:
         repetition_penalty=1.5, logit_bias={5: 1.0}, seed=1, max_tokens=4, min_tokens=2, stop="x", stop_token_ids=[7],
         ignore_eos=True, logprobs=2, skip_special_tokens=False, request_id="me", priority=-1, slo_ttft_ms=100.0,
         slo_itl_ms=20.0, session_id="s", cache_salt="c", token_bytes=True, timeout=3.0, traceparent="00-a-b-01",
-        tenant="t",
+        tenant="t", api_key="k",
     )  # fmt: skip
     assert options.keys() == GenerateOptions.__annotations__.keys()
     whole = Exchange("hi", options)
-    assert whole.timeout == 3.0 and whole.metadata == (("traceparent", "00-a-b-01"), ("x-tenant-id", "t"))
-    for name in options.keys() - {"timeout", "traceparent", "tenant"}:
+    assert whole.timeout == 3.0 and whole.metadata == (
+        ("traceparent", "00-a-b-01"),
+        ("x-tenant-id", "t"),
+        ("authorization", "Bearer k"),
+    )
+    for name in options.keys() - {"timeout", "traceparent", "tenant", "api_key"}:
         without = Exchange("hi", {key: value for key, value in options.items() if key != name})  # type: ignore[arg-type]
         assert without.request != whole.request, name
 

@@ -25,9 +25,9 @@ def _recording() -> Iterator[None]:
     stop()
 
 
-def record(request_id: str, measure: Measure | None = None) -> Record:
+def record(request_id: str, measure: Measure | None = None, tenant: str = "") -> Record:
     made = Record(tracing.start_span("chat tiny", CALLER), "chat tiny", CALLER, measure or Measure((), "chat"))
-    made.named(request_id, "tiny")
+    made.named(request_id, "tiny", tenant)
     return made
 
 
@@ -68,6 +68,19 @@ def test_of_two_with_one_id_the_newer_counts() -> None:
     for made in (first, record("other"), second):
         recent.add(made)
     assert recent.get("same") is second and len(recent.latest(9)) == 2
+
+
+def test_a_tenant_is_told_of_its_own_alone() -> None:
+    """Its requests are not pushed aside by another's of the same id; nobody in particular sees all."""
+    recent = RecentRequests(4)
+    ours, theirs, more = record("same", tenant="a"), record("same", tenant="b"), record("x", tenant="b")
+    for made in (ours, theirs, more):
+        recent.add(made)
+    assert recent.get("same", "a") is ours and recent.get("same", "b") is theirs is recent.get("same")
+    assert recent.latest(9, "a") == [ours] and recent.latest(1, "b") == [more]
+    assert recent.latest(9) == [more, theirs, ours]
+    with pytest.raises(UnknownRequest):
+        recent.get("x", "a")
 
 
 def test_without_room_nothing_is_kept() -> None:
