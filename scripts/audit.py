@@ -21,7 +21,7 @@ from scripts.lock import FOLDER
 SETS = (("base.txt", "worker.txt", "torch-cpu.txt"), ("torch-gpu.txt", "flash-attn.txt"))
 # Advisories that do not concern pdserve, by id, with the reason.
 ACCEPTED: dict[str, str] = {}
-TIMEOUT = 300.0  # seconds
+TIMEOUT = 90.0  # seconds
 # How pip-audit ends where it reaches nobody: with a traceback of requests.
 _UNREACHED = "requests.exceptions."
 

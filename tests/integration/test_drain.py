@@ -206,7 +206,10 @@ async def test_clients_that_leave_in_the_middle_of_a_hand_off_leave_nothing_behi
 
 async def test_hand_offs_against_the_book(model: Path, tmp_path: Path) -> None:
     """Each is answered, and none costs the sequence anything."""
-    async with suite_of(model, tmp_path, decode=1) as suite, connect(suite.workers["decode-0"].endpoint) as channel:
+    async with (
+        suite_of(model, tmp_path, decode=1) as suite,
+        connect(suite.workers["decode-0"].endpoint, suite.access) as channel,
+    ):
         session = Session(channel)
         await session.send(hello=decode_pb2.SessionHello(protocol=our_versions(), router_id="by hand"))
         assert isinstance(await session.hear(), decode_pb2.SessionWelcome)
