@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pdserve.cli import config, demo, explain, generate, models, probe, serve, simulate, status, top, trace
+from pdserve.cli import advise, config, demo, explain, generate, models, probe, serve, simulate, status, top, trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,6 +22,7 @@ app.command("top")(top.top)
 app.command("trace")(trace.trace)
 app.command("explain")(explain.explain)
 app.command("simulate")(simulate.simulate)
+app.command("advise")(advise.advise)
 app.command("demo")(demo.demo)
 app.add_typer(config.app, name="config")
 app.add_typer(models.app, name="models")

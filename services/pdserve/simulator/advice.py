@@ -29,7 +29,7 @@ MOST_WORKERS = 64  # that are tried where nobody said how many there are
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`workers` in all (None: as many as the load needs co-located, two at least), `goal` the share of requests that
+    """`workers` in all (None: as many as the load needs, see `advise`), `goal` the share of requests that
     have to keep both targets, `margin` the gain up to which it is a tie."""
 
     workers: int | None = None
@@ -67,6 +67,9 @@ def advise(
 ) -> Advice:
     """Compare fleets of the workers of `plan`, whose targets are what requests ask for, under `arrivals`.
 
+    Fleets are as large as `question` says, else as the smallest co-located one that serves the load as it is, two
+    workers at least; where MOST_WORKERS are not enough, as the smallest disaggregated one that is.
+
     `made` is told how many simulations there were, after each. Raises ConfigError for a load without a rate, and
     InvalidRequest for a request that no worker could ever take.
     """
@@ -86,12 +89,22 @@ def advise(
         return Advice(load, compute, alone, workers, None, None, (), 0, impossible(alone, question.goal))
     trials = Trials(plan, arrivals, load.rate, question.goal, made)
     search = _Search(trials, load.rate, compute)
-    workers = question.workers or max(SMALLEST_SPLIT, search.colocated_needed() or MOST_WORKERS)
+    workers = question.workers or search.enough()
     colocated = search.colocated(workers)
     split = search.split(workers, colocated)
-    sides = [search.side(found) for found in (colocated, split)]
-    verdict = decide(*sides, load.rate, question.margin)
-    return Advice(load, compute, alone, workers, *sides, tuple(search.tried.values()), trials.simulations, verdict)
+    one, two = search.side(colocated), search.side(split)
+    verdict = decide(one, two, load.rate, question.margin)
+    return Advice(load, compute, alone, workers, one, two, tuple(search.tried.values()), trials.simulations, verdict)
+
+
+def _colocated(workers: int) -> list[Candidate]:
+    return [Candidate(chunk, colocated=workers) for chunk in CHUNKS]
+
+
+def _split(workers: int, ratio: float, chunk: int = CHUNKS[0]) -> Candidate:
+    """Pools as large as their parts of the work."""
+    prefill = prefill_workers(workers, ratio)
+    return Candidate(chunk, prefill=prefill, decode=workers - prefill, prefill_chunk=PREFILL_CHUNKS[0])
 
 
 def _either(candidate: Candidate) -> list[Candidate]:
@@ -122,23 +135,24 @@ class _Search:
     def __init__(self, trials: Trials, rate: float, compute: Compute) -> None:
         self.tried: dict[Candidate, Tried] = {}
         self._trials, self._rate, self._compute = trials, rate, compute
-        self._needed: int | None = None
+        self._guess = math.ceil(rate * (compute.prefill + compute.decode) / BUSY)
 
-    def colocated_needed(self) -> int | None:
-        """How many co-located workers are enough for the load as it is."""
-        guess = math.ceil(self._rate * (self._compute.prefill + self._compute.decode) / BUSY)
-        return self._smallest(lambda workers: [Candidate(chunk, colocated=workers) for chunk in CHUNKS], guess, 1)
+    def enough(self) -> int:
+        """How large a fleet the load as it is needs, see `advise`."""
+        needed = self._colocated_needed(self._guess)
+        if needed is None:
+            ratio = self._compute.ratio
+            needed = self._smallest(lambda workers: _either(_split(workers, ratio)), self._guess, SMALLEST_SPLIT)
+        return max(SMALLEST_SPLIT, needed or min(self._guess, MOST_WORKERS))
 
     def colocated(self, workers: int) -> Tried:
         """The best of so many."""
-        return self._best([Candidate(chunk, colocated=workers) for chunk in CHUNKS])
+        return self._best(_colocated(workers))
 
     def split(self, workers: int, colocated: Tried) -> Tried:
         """The best of so many: from the ratio of the work to its neighbours, then to other steps there, and again until
         neither is better. Steps of decode workers, which prefill some prompts, begin with the best co-located ones."""
-        chunk, prefill = colocated.candidate.chunk, prefill_workers(workers, self._compute.ratio)
-        first = Candidate(chunk, prefill=prefill, decode=workers - prefill, prefill_chunk=PREFILL_CHUNKS[0])
-        best = self._best(_either(first))
+        best = self._best(_either(_split(workers, self._compute.ratio, colocated.candidate.chunk)))
         while True:
             before = best
             for around in (_ratios, _steps):
@@ -152,10 +166,13 @@ class _Search:
         candidate, rate = found.candidate, self._rate
         guess = math.ceil(candidate.workers * rate / found.goodput) if found.goodput else MOST_WORKERS
         if candidate.colocated:
-            needed = self._smallest(lambda workers: [replace(candidate, colocated=workers)], guess, 1)
+            needed = self._colocated_needed(guess)
         else:
             needed = self._smallest(lambda workers: self._resized(candidate, workers), guess, SMALLEST_SPLIT)
         return Side(candidate, found.goodput, self._trials.report(candidate, rate).attainment, needed)
+
+    def _colocated_needed(self, guess: int) -> int | None:
+        return self._smallest(_colocated, guess, 1)
 
     def _resized(self, candidate: Candidate, workers: int) -> list[Candidate]:
         """The fleet's ratio with another number of workers, and what is next to it."""
