@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pdserve.simulator.advice import Advice
     from pdserve.simulator.advice_rows import Price
 
-REQUESTS = 1000
+REQUESTS = 500
 
 
 def advise(
@@ -61,8 +61,8 @@ def advise(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     connect_timeout: ConnectTimeout = DEFAULT_CONNECT_TIMEOUT,
 ) -> None:
-    """Disaggregate or not: simulate tuned co-located workers against prefill and decode workers, under a trace, a bench's
-    requests, or what a running suite served last.
+    """Disaggregate or not: simulate tuned co-located workers against prefill and decode workers, under a trace, the
+    requests of a bench, or what a running suite served last.
 
     The answer is no where neither serves more by a margin, and where the load needs no more than two co-located
     workers. Same input, same answer.
@@ -107,7 +107,7 @@ def advise(
         fail(str(error), code=2)
     except InvalidRequest as error:
         fail(f"a request can never be served: {error}")
-    price, notes = Price(devices, gpu_hour_cost), [*source.notes, *doubts(advice, ground.targets())]
+    price, notes = Price(devices, gpu_hour_cost), [*source.notes, *doubts(advice)]
     if as_json:
         about = {
             "source": source.name,

@@ -34,8 +34,8 @@ _PREFIXES = ("pdserve_", "vllm:")  # who counts them by these names
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`arrivals` in order, called `name`. `defaults` are single values of a plan, and `speeds` what workers of which role
-    learned of their steps, as far as the source tells; `notes` say what it does not."""
+    """`arrivals` in order, called `name`. As far as the source tells, `defaults` are single values of a plan, and `speeds`
+    what workers of which role learned of their steps; `notes` say what it does not tell."""
 
     name: str
     arrivals: Sequence[Arrival]
@@ -121,8 +121,8 @@ async def from_metrics(
                 f"{url} counted no answered request within {seconds:.0f} s; say --rate, or a longer --watch"
             )
     notes = (
-        f"drawn with seed {seed} from histograms of {prompts.total:.0f} requests: arrivals at random, lengths of prompts "
-        "and answers independent of each other, no shared prefixes",
+        f"drawn with seed {seed} from histograms of {prompts.total:.0f} requests: arrivals at random, lengths of "
+        "prompts and answers independent of each other, no shared prefixes",
     )
     return Source(f"{name} at {url}", drawn(prompts, outputs, rate, requests, seed), notes)
 

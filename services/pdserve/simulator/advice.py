@@ -12,18 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pdserve.simulator.advice_load import Compute, Load, prefill_workers, within_alone
+from pdserve.simulator.advice_load import CHUNKS, Compute, Load, fitting_chunk, prefill_workers, within_alone
 from pdserve.simulator.advice_search import higher, highest, smallest
 from pdserve.simulator.advice_trials import Candidate, Trials
 from pdserve.simulator.advice_verdict import SMALLEST_SPLIT, Side, Verdict, decide, impossible
 from pdserve.simulator.plan import FleetPlan
 from pdserve.simulator.workload import Arrival
 
-# Tokens in a step. The middle first: what is found there spares the others most of their simulations.
-CHUNKS = (512, 1024, 256, 2048, 4096, 8192)
 PREFILL_CHUNKS = (2048, 8192)
 TOLERANCE = 0.02  # of a goodput
 BUSY = 0.6  # the share of its time that a worker is guessed to be busy at its goodput
+# A load lasts so many times the target for the first token, so that a queue which grows by a tenth of it in that time is
+# seen, and so many times as long as an answer takes, so that a batch is as large as it gets for most of it.
+QUEUES, ANSWERS = 10, 5
 MOST_WORKERS = 64  # that are tried where nobody said how many there are
 
 
@@ -87,8 +88,11 @@ def advise(
     if alone < question.goal:
         workers = question.workers or SMALLEST_SPLIT
         return Advice(load, compute, alone, workers, None, None, (), 0, impossible(alone, question.goal))
-    trials = Trials(plan, arrivals, load.rate, question.goal, made)
-    search = _Search(trials, load.rate, compute)
+    answer = load.output.mean * compute.decode_step
+    seconds = max(QUEUES * plan.targets.ttft, ANSWERS * answer)
+    trials = Trials(plan, arrivals, load.rate, question.goal, seconds, made)
+    chunk = fitting_chunk(arrivals, plan.cost, plan.targets.itl, compute.batch)
+    search = _Search(trials, load.rate, compute, chunk)
     workers = question.workers or search.enough()
     colocated = search.colocated(workers)
     split = search.split(workers, colocated)
@@ -97,11 +101,7 @@ def advise(
     return Advice(load, compute, alone, workers, one, two, tuple(search.tried.values()), trials.simulations, verdict)
 
 
-def _colocated(workers: int) -> list[Candidate]:
-    return [Candidate(chunk, colocated=workers) for chunk in CHUNKS]
-
-
-def _split(workers: int, ratio: float, chunk: int = CHUNKS[0]) -> Candidate:
+def _split(workers: int, ratio: float, chunk: int) -> Candidate:
     """Pools as large as their parts of the work."""
     prefill = prefill_workers(workers, ratio)
     return Candidate(chunk, prefill=prefill, decode=workers - prefill, prefill_chunk=PREFILL_CHUNKS[0])
@@ -124,17 +124,23 @@ def _steps(candidate: Candidate) -> list[Candidate]:
     found = [replace(candidate, prefill_chunk=size) for size in PREFILL_CHUNKS]
     found.append(replace(candidate, conditional=not candidate.conditional))
     if candidate.conditional:
-        sizes = (candidate.chunk // 2, candidate.chunk * 2)
-        found += [replace(candidate, chunk=size) for size in sizes if min(CHUNKS) // 4 <= size <= max(CHUNKS)]
+        found += _chunks(candidate)
     return [other for other in found if other != candidate]
+
+
+def _chunks(candidate: Candidate) -> list[Candidate]:
+    sizes = (candidate.chunk // 2, candidate.chunk * 2)
+    return [replace(candidate, chunk=size) for size in sizes if size in CHUNKS]
 
 
 class _Search:
     """What was tried, and what is looked for next."""
 
-    def __init__(self, trials: Trials, rate: float, compute: Compute) -> None:
+    def __init__(self, trials: Trials, rate: float, compute: Compute, chunk: int) -> None:
+        """`chunk` is the step to begin with."""
         self.tried: dict[Candidate, Tried] = {}
         self._trials, self._rate, self._compute = trials, rate, compute
+        self._chunk = chunk
         self._guess = math.ceil(rate * (compute.prefill + compute.decode) / BUSY)
 
     def enough(self) -> int:
@@ -142,12 +148,23 @@ class _Search:
         needed = self._colocated_needed(self._guess)
         if needed is None:
             ratio = self._compute.ratio
-            needed = self._smallest(lambda workers: _either(_split(workers, ratio)), self._guess, SMALLEST_SPLIT)
+            needed = self._smallest(
+                lambda workers: _either(_split(workers, ratio, self._chunk)), self._guess, SMALLEST_SPLIT
+            )
         return max(SMALLEST_SPLIT, needed or min(self._guess, MOST_WORKERS))
 
     def colocated(self, workers: int) -> Tried:
-        """The best of so many."""
-        return self._best(_colocated(workers))
+        """The best of so many: the step that fits the targets and those around it, then from the best of them on; and
+        at last the router's own choice instead of least work."""
+        best = self._best(self._colocated(workers))
+        while (found := self._best(_chunks(best.candidate), best)) is not best:
+            best = found
+        return self._best([replace(best.candidate, balanced=False)], best)
+
+    def _colocated(self, workers: int) -> list[Candidate]:
+        place = CHUNKS.index(self._chunk)
+        sizes = [self._chunk, *(CHUNKS[near] for near in (place - 1, place + 1, place - 2) if 0 <= near < len(CHUNKS))]
+        return [Candidate(size, colocated=workers, balanced=True) for size in dict.fromkeys([*sizes, CHUNKS[-1]])]
 
     def split(self, workers: int, colocated: Tried) -> Tried:
         """The best of so many: from the ratio of the work to its neighbours, then to other steps there, and again until
@@ -172,7 +189,7 @@ class _Search:
         return Side(candidate, found.goodput, self._trials.report(candidate, rate).attainment, needed)
 
     def _colocated_needed(self, guess: int) -> int | None:
-        return self._smallest(_colocated, guess, 1)
+        return self._smallest(self._colocated, guess, 1)
 
     def _resized(self, candidate: Candidate, workers: int) -> list[Candidate]:
         """The fleet's ratio with another number of workers, and what is next to it."""

@@ -14,6 +14,8 @@ from pdserve.simulator.costs import Chunk, CostModel
 from pdserve.simulator.report import Spread
 from pdserve.simulator.workload import Arrival
 
+CHUNKS = tuple(1 << power for power in range(5, 14))  # tokens in a step: 32 to 8192
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -48,11 +50,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Seconds of one worker for the mean request: its prompt in full steps, its answer in a batch of `batch`."""
+    """Seconds of one worker for the mean request: its prompt in full steps, its answer in a batch of `batch`, whose step
+    takes `decode_step`."""
 
     prefill: float
     decode: float
     batch: int
+    decode_step: float
 
     @property
     def ratio(self) -> float:
@@ -69,7 +73,7 @@ class Compute:
         steps = sum(cost.step(chunks, 0, 0) for chunks in _packed(arrivals, chunk))
         tokens = sum(arrival.output - 1 for arrival in arrivals)
         if not tokens:
-            return cls(steps / count, 0.0, 0)
+            return cls(steps / count, 0.0, 0, 0.0)
         # The mean over all decoded tokens of what is there when they are, so long answers count as they hold pages.
         held = sum((arrival.prompt + arrival.output / 2) * (arrival.output - 1) for arrival in arrivals) / tokens
         most = max(1, min(max_seqs, int(kv_tokens / held)))
@@ -80,7 +84,8 @@ class Compute:
                 middle = (low + high) // 2
                 low, high = (middle, high) if cost.step((), middle, round(middle * held)) <= itl else (low, middle)
             batch = low
-        return cls(steps / count, tokens * cost.step((), batch, round(batch * held)) / batch / count, batch)
+        step = cost.step((), batch, round(batch * held))
+        return cls(steps / count, tokens * step / batch / count, batch, step)
 
 
 def _packed(arrivals: Sequence[Arrival], budget: int) -> Iterator[list[Chunk]]:
@@ -112,6 +117,15 @@ def within_alone(arrivals: Sequence[Arrival], cost: CostModel, targets: SloTarge
 
     pairs = zip(arrivals, repeated_tokens(arrivals), strict=True)
     return _share(kept(arrival, held) for arrival, held in pairs)
+
+
+def fitting_chunk(arrivals: Sequence[Arrival], cost: CostModel, itl: float, batch: int) -> int:
+    """The most tokens of a prompt, as a power of two, that a step may have beside half of `batch` answers without taking
+    more than `itl` seconds: where the search for the best step of co-located workers begins."""
+    middle = sorted(arrival.prompt for arrival in arrivals)[len(arrivals) // 2]
+    answers = batch // 2
+    sizes = [size for size in CHUNKS if cost.step([(middle, size)], answers, answers * middle) <= itl]
+    return max(sizes, default=CHUNKS[0])
 
 
 def prefill_workers(workers: int, ratio: float) -> int:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from pdserve.core.slo import SloTargets
 from pdserve.simulator.advice import Advice, Question, Tried
 from pdserve.simulator.advice_verdict import Side
 from pdserve.simulator.report import Spread
@@ -17,7 +16,6 @@ FLEETS = ("", "fleet", "how", "goodput", "for each GPU", "GPU-seconds a request"
 OWN_RATE = ("as it arrives", "within targets", "workers needed")
 VERSION = 1
 FEW = 200  # requests
-SHORT = 10  # times the target for the first token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,17 +83,11 @@ def own_rate_rows(advice: Advice) -> list[tuple[str, ...]]:
     ]
 
 
-def doubts(advice: Advice, targets: SloTargets) -> list[str]:
+def doubts(advice: Advice) -> list[str]:
     """What makes the figures less sure than they look."""
-    found = []
     if advice.load.requests < FEW:
-        found.append(f"{advice.load.requests} requests are few: {FEW} and more tell ratios apart")
-    best = max((side.goodput for side in _sides(advice)), default=0.0)
-    if best and (seconds := advice.load.requests / best) < SHORT * targets.ttft:
-        found.append(
-            f"at {best:.3g} requests/s all arrive within {seconds:.1f} s, so queues hardly build up: --requests"
-        )
-    return found
+        return [f"{advice.load.requests} requests are few: {FEW} and more tell fleets apart"]
+    return []
 
 
 def as_dict(advice: Advice, question: Question, price: Price) -> dict[str, Any]:

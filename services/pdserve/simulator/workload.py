@@ -227,6 +227,26 @@ def repeat(arrivals: Sequence[Arrival], times: int) -> list[Arrival]:
     return made
 
 
+def loop(arrivals: Sequence[Arrival], times: int) -> list[Arrival]:
+    """The requests again and again, `times` in all, a mean gap between the last one and the first; no time shares a
+    prefix or a conversation with another."""
+    if times == 1 or not arrivals:
+        return list(arrivals)
+    span = arrivals[-1].at * len(arrivals) / max(1, len(arrivals) - 1)
+    blocks = 1 + max((max(arrival.block_ids, default=0) for arrival in arrivals), default=0)
+    sessions = 1 + max(arrival.session or 0 for arrival in arrivals)
+    return [
+        replace(
+            arrival,
+            at=arrival.at + time * span,
+            block_ids=tuple(block + time * blocks for block in arrival.block_ids),
+            session=None if arrival.session is None else arrival.session + time * sessions,
+        )
+        for time in range(times)
+        for arrival in arrivals
+    ]
+
+
 def merge(streams: Sequence[Sequence[Arrival]]) -> list[Arrival]:
     """Streams side by side that share no prefix and no conversation with one another, in order of arrival."""
     made, blocks, sessions = list[Arrival](), 0, 0
