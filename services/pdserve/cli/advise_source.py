@@ -34,7 +34,7 @@ _PREFIXES = ("pdserve_", "vllm:")  # who counts them by these names
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """`arrivals` in order, called `name`. As far as the source tells, `defaults` are single values of a plan, and `speeds`
+    """`arrivals` in order, called `name`. As far as the source tells, `defaults` are single values of a plan, `speeds`
     what workers of which role learned of their steps; `notes` say what it does not tell."""
 
     name: str

@@ -22,8 +22,8 @@ from pdserve.simulator.workload import Arrival
 PREFILL_CHUNKS = (2048, 8192)
 TOLERANCE = 0.02  # of a goodput
 BUSY = 0.6  # the share of its time that a worker is guessed to be busy at its goodput
-# A load lasts so many times the target for the first token, so that a queue which grows by a tenth of it in that time is
-# seen, and so many times as long as an answer takes, so that a batch is as large as it gets for most of it.
+# A load lasts so many times the target for the first token, so that a queue that grows by a tenth of the time is seen,
+# and so many times as long as an answer takes, so that a batch is as large as it gets for most of it.
 QUEUES, ANSWERS = 10, 5
 MOST_WORKERS = 64  # that are tried where nobody said how many there are
 

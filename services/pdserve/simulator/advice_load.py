@@ -50,8 +50,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Seconds of one worker for the mean request: its prompt in full steps, its answer in a batch of `batch`, whose step
-    takes `decode_step`."""
+    """Seconds of one worker for the mean request: its prompt in full steps, its answer in a batch of `batch` with steps
+    of `decode_step` seconds."""
 
     prefill: float
     decode: float
@@ -120,8 +120,8 @@ def within_alone(arrivals: Sequence[Arrival], cost: CostModel, targets: SloTarge
 
 
 def fitting_chunk(arrivals: Sequence[Arrival], cost: CostModel, itl: float, batch: int) -> int:
-    """The most tokens of a prompt, as a power of two, that a step may have beside half of `batch` answers without taking
-    more than `itl` seconds: where the search for the best step of co-located workers begins."""
+    """The most tokens of a prompt, as a power of two, that a step may have beside half of `batch` answers and take
+    `itl` seconds or less: where the search for the best step of co-located workers begins."""
     middle = sorted(arrival.prompt for arrival in arrivals)[len(arrivals) // 2]
     answers = batch // 2
     sizes = [size for size in CHUNKS if cost.step([(middle, size)], answers, answers * middle) <= itl]

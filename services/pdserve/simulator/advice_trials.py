@@ -65,7 +65,7 @@ class Trials:
         seconds: float,
         made: Callable[[int], None],
     ) -> None:
-        """`rate` in requests a second is what `arrivals` come at as they are. Where they come so fast that they would be
+        """`rate` in requests a second is what `arrivals` come at as they are. Where they come so fast that all are
         there within `seconds`, they come again and again for so long: queues take a while to show."""
         assert plan.targets is not None
         self.simulations = 0

@@ -68,7 +68,7 @@ def decide(colocated: Side, split: Side, rate: float, margin: float) -> Verdict:
         return Verdict(False, Why.LOW_LOAD, gain, f"{low}. At full load, as {name}, {compared}")
     if gain is not None and gain < 0:
         return Verdict(False, Why.WORSE, gain, f"no: as {name}, {compared}")
-    if gain is not None and gain <= margin:
+    if gain is not None and split.goodput <= colocated.goodput * (1 + margin):
         return Verdict(False, Why.TIE, gain, f"no, a tie: as {name}, {compared}, and up to {margin:.0%} is a tie")
     return Verdict(True, Why.BETTER, gain, f"yes, as {name}: {compared}")
 
