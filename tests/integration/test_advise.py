@@ -20,7 +20,8 @@ QUICK = ("--set", "fleet.max_num_seqs=1", "--ttft-ms", "100", "--json")
 async def test_a_running_suite_is_judged(tmp_path: Path) -> None:
     """An idle one tells nothing; then its requests are read one by one, with its own speeds, or drawn."""
     model = make_tiny_model(tmp_path / "tiny", "llama")
-    async with serve(tmp_path / "logs", ModelPart(model, "tiny", prefill=1, decode=1)) as suite:
+    part = ModelPart(model, "tiny", prefill=1, decode=1)
+    async with serve(tmp_path / "logs", part, metrics=True) as suite:
         target = ("--target", suite.endpoint)
         status, _, err = await command("advise", *target)
         assert status == 2 and "remembers 0 answered requests" in err
