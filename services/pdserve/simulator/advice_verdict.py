@@ -15,7 +15,7 @@ class Why(StrEnum):
 
     IMPOSSIBLE = "impossible"  # the targets cannot be kept, however many workers there are
     LOW_LOAD = "low_load"  # what arrives needs no more co-located workers than the smallest split fleet has
-    WORSE = "worse"  # co-located workers serve more
+    WORSE = "worse"  # co-located workers serve more by the margin
     TIE = "tie"  # neither serves more by the margin
     BETTER = "better"  # disaggregated workers serve more by the margin
 
@@ -48,8 +48,8 @@ class Verdict:
 
 
 def decide(colocated: Side, split: Side, rate: float, margin: float) -> Verdict:
-    """Of two fleets with equally many workers, for a load of `rate` requests a second. A gain of `margin` or less is a
-    tie, and a tie means no: more parts have to be worth it."""
+    """Of two fleets with equally many workers, for a load of `rate` requests a second. A gain of `margin` or less,
+    either way, is a tie, and a tie means no: more parts have to be worth it."""
     serves, instead = f"{split.goodput:.3g}", f"{colocated.goodput:.3g}"
     name, workers = split.candidate.ratio, split.candidate.workers
     if not colocated.goodput:
@@ -62,11 +62,9 @@ def decide(colocated: Side, split: Side, rate: float, margin: float) -> Verdict:
         compared = f"{workers} workers serve {serves} requests/s within the targets, co-located {instead}: {more}"
     if colocated.needed is not None and colocated.needed <= SMALLEST_SPLIT:
         enough = "one co-located worker is" if colocated.needed == 1 else f"{colocated.needed} co-located workers are"
-        low = f"no: {enough} enough for {rate:.3g} requests/s, and {name} needs {workers}"
-        if workers == SMALLEST_SPLIT == colocated.needed:
-            low = f"no: {enough} enough for {rate:.3g} requests/s, and disaggregation cannot do with fewer"
+        low = f"no: {enough} enough for {rate:.3g} requests/s, and disaggregation cannot do with fewer than two"
         return Verdict(False, Why.LOW_LOAD, gain, f"{low}. At full load, as {name}, {compared}")
-    if gain is not None and gain < 0:
+    if gain is not None and split.goodput * (1 + margin) < colocated.goodput:
         return Verdict(False, Why.WORSE, gain, f"no: as {name}, {compared}")
     if gain is not None and split.goodput <= colocated.goodput * (1 + margin):
         return Verdict(False, Why.TIE, gain, f"no, a tie: as {name}, {compared}, and up to {margin:.0%} is a tie")
