@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from pdserve.cli import (
+    advise,
     bench,
     config,
     demo,
@@ -40,6 +41,7 @@ app.command("trace")(trace.trace)
 app.command("explain")(explain.explain)
 app.command("bench")(bench.bench)
 app.command("simulate")(simulate.simulate)
+app.command("advise")(advise.advise)
 app.command("demo")(demo.demo)
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")

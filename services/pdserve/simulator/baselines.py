@@ -1,6 +1,7 @@
 """Routing policies to judge the default one against: Mooncake's four (FAST 2025, figure 5).
 
-Each has the default policy's signature, sends a prompt on at once, and decodes where load is least.
+Each has the default policy's signature, sends a prompt on at once, and decodes where load is least. And one for workers
+that do both, which the paper has none for.
 """
 
 from __future__ import annotations
@@ -51,6 +52,19 @@ def kv_aware(cost: CostModel, bytes_per_second: float = 0.0) -> Choose:
         return min(workers, key=lambda worker: (seconds(worker), worker.placed, worker.worker_id))
 
     return choose
+
+
+def least_work(view: FleetView, request: PlacementRequest) -> Decision:
+    """For co-located workers, as a load balancer in front of them does well: where the fewest prompt tokens are before
+    its first one, those of its own prompt that are not cached there with them, then where the fewest answers are."""
+    workers = [w for w in view.of(Role.DECODE) if w.usable and _room(w, request, decoding=True)]
+    if not workers:
+        return Decision(Kind.WAIT, "no worker has room")
+    chosen = min(
+        workers,
+        key=lambda w: (w.prefill_backlog + request.tokens - request.held_tokens(w), w.load, w.placed, w.worker_id),
+    )
+    return Decision(Kind.LOCAL, "least work", None, chosen.worker_id)
 
 
 def policy(choose: Choose) -> Callable[[FleetView, PlacementRequest], Decision]:

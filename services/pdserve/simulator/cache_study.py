@@ -3,7 +3,8 @@ best."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from pdserve.core.blocks import BlockPool
 from pdserve.simulator.request import block_hashes
@@ -40,17 +41,19 @@ def prefill_seconds(
 
     `cached`: in a cache that holds everything that came before; else p is 0.
     """
-    seen: set[int] = set()
+    held = repeated_tokens(arrivals) if cached else itertools.repeat(0)
     total = 0.0
-    for arrival in arrivals:
-        held = 0
-        if cached:
-            for block in arrival.block_ids:
-                if block not in seen:
-                    break
-                held += arrival.block_tokens
-            seen.update(arrival.block_ids)
-        held = min(held, arrival.prompt - 1)
+    for arrival, p in zip(arrivals, held, strict=False):
         n = arrival.prompt
-        total += constant + linear * (n - held) + square * (n * n - held * held)
+        total += constant + linear * (n - p) + square * (n * n - p * p)
     return total / len(arrivals)
+
+
+def repeated_tokens(arrivals: Iterable[Arrival]) -> Iterator[int]:
+    """Of each prompt, the tokens from its beginning on that a cache of everything before holds; never the last one."""
+    seen: set[int] = set()
+    for arrival in arrivals:
+        leading = itertools.takewhile(seen.__contains__, arrival.block_ids)
+        held = arrival.block_tokens * sum(1 for _ in leading)
+        seen.update(arrival.block_ids)
+        yield min(held, arrival.prompt - 1)

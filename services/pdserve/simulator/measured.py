@@ -53,13 +53,17 @@ def read_measured(path: Path, model: str | None = None) -> Measured:
     ours = [worker for worker in workers if model in (None, worker.model)]
     if not ours:
         raise ConfigError(f"{path} has no worker of {model}; it has {models}" if models else f"{path} holds no worker")
-    speeds = [(worker.role, Speed(**worker.speed.model_dump())) for worker in ours]
+    return mean_of([(worker.role, Speed(**worker.speed.model_dump())) for worker in ours], str(path))
+
+
+def mean_of(speeds: Sequence[tuple[str, Speed]], source: str) -> Measured:
+    """Of workers' roles and what they learned. Raises ConfigError, which names `source`, where none knows enough."""
     prefill = [(role == "prefill", speed) for role, speed in speeds if speed.knows_prompts]
     decode = [(role == "decode", speed) for role, speed in speeds if speed.knows_answers]
     for known, kind in ((prefill, "prompts"), (decode, "answers")):
         if not known:
             raise ConfigError(
-                f"{path}: no worker knows yet what {kind} take; let the suite serve some and measure again"
+                f"{source}: no worker knows yet what {kind} take; let the suite serve some and measure again"
             )
     return Measured(_mean(prefill), _mean(decode))
 

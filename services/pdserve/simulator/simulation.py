@@ -36,11 +36,15 @@ class _Placement:
 
 
 class Simulation:
-    """One run. `requests` are those that arrived, `workers` what they ran on."""
+    """One run. `requests` are those that arrived, `workers` what they ran on. `listener` is told of a request that has
+    its first token, and of one that is over; it may `stop` the run."""
 
-    def __init__(self, plan: FleetPlan, policy: Policy = choose_pair) -> None:
+    def __init__(
+        self, plan: FleetPlan, policy: Policy = choose_pair, listener: Callable[[Request], None] = lambda request: None
+    ) -> None:
         plan.check()
         self.plan, self.policy = plan, policy
+        self._listener, self._stopped = listener, False
         self.now = 0.0
         self.requests: list[Request] = []
         self.workers: dict[str, Worker] = {}
@@ -82,11 +86,15 @@ class Simulation:
             request = Request(arrival, number, block_hashes(arrival, self.plan.layout.block_size))
             self.requests.append(request)
             self._at(arrival.at, lambda now, request=request: self._arrive(request))  # type: ignore[misc]
-        while self._events:
+        while self._events and not self._stopped:
             self.now = self._events[0][0]
             while self._events and self._events[0][0] == self.now:
                 heapq.heappop(self._events)[2](self.now)
             self._dispatch()
+
+    def stop(self) -> None:
+        """Enough is known: end the run with this moment, and leave what is under way as it is."""
+        self._stopped = True
 
     def _at(self, at: float, action: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), action))
@@ -218,6 +226,7 @@ class Simulation:
         self._watch.note(worker)
 
     def _on_prefilled(self, worker: Worker, job: Job, now: float) -> None:
+        self._listener(job.request)
         placement = self._placements[job.request.number]
         if placement.prefill is None or placement.decode is None:
             return  # it goes on where it is
@@ -263,6 +272,7 @@ class Simulation:
         self._answers += 1
         self._answered_tokens += request.produced
         self._backlog.settle(request)
+        self._listener(request)
 
     def _on_preempted(self, worker: Worker, job: Job, now: float) -> None:
         self._replay(job.request, worker)
@@ -280,6 +290,7 @@ class Simulation:
     def _fail(self, request: Request, *, rejected: bool) -> None:
         self._backlog.settle(request)
         request.done_at, request.outcome, request.rejected = self.now, Outcome.FAILED, rejected
+        self._listener(request)
 
     def _die(self, outage: Outage, now: float) -> None:
         worker = self.workers[outage.worker_id]

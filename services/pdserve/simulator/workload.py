@@ -18,6 +18,8 @@ from pathlib import Path
 from pdserve.core.errors import ConfigError
 
 MOONCAKE_BLOCK = 512  # tokens under one of the trace's ids
+MARK, BENCH_VERSION = "pdserve_bench", 1  # what tells a bench's result from other JSON
+_HEAD = 4096  # characters of a file that tell its format
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +45,30 @@ def read_trace(path: Path) -> list[Arrival]:
     """The requests of a published trace, in order of arrival, the first at 0. The format is told by its columns.
 
     Mooncake's JSONL (timestamp in ms, input_length, output_length, hash_ids), Azure's CSV (TIMESTAMP, ContextTokens,
-    GeneratedTokens) and vidur's CSV (arrived_at in s, num_prefill_tokens, num_decode_tokens). Raises ConfigError,
-    naming the file and the line, for what is none of these.
+    GeneratedTokens), vidur's CSV (arrived_at in s, num_prefill_tokens, num_decode_tokens), and what `pdserve bench`
+    measured as JSON. Raises ConfigError, naming the file and the line, for what is none of these.
     """
     try:
-        found = list(_mooncake(path) if path.suffix == ".jsonl" else _table(path))
+        found = list(_format(path)(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: {error.reason}") from error
     if not found:
         raise ConfigError(f"{path} holds no requests")
     found.sort(key=lambda arrival: arrival.at)
     start = found[0].at
     return [replace(arrival, at=arrival.at - start) for arrival in found]
+
+
+def _format(path: Path) -> Callable[[Path], Iterator[Arrival]]:
+    """What reads a file, by what it begins with."""
+    with path.open(encoding="utf-8") as text:
+        head = text.read(_HEAD).lstrip()
+    if not head.startswith("{"):
+        return _mooncake if path.suffix == ".jsonl" else _table
+    rows = MARK not in head and ('"input_length"' in head or path.suffix == ".jsonl")
+    return _mooncake if rows else _bench
 
 
 def _mooncake(path: Path) -> Iterator[Arrival]:
@@ -70,6 +84,27 @@ def _mooncake(path: Path) -> Iterator[Arrival]:
                 )
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{path}, line {number}: not a request of a Mooncake trace: {error!r}") from error
+
+
+def _bench(path: Path) -> Iterator[Arrival]:
+    """Those that were answered: of the others nobody knows how long an answer would have been."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if content.get(MARK) != BENCH_VERSION or not isinstance(content.get("requests"), list):
+        raise ConfigError(
+            f'{path} is no result of a bench: wanted are "{MARK}": {BENCH_VERSION} and "requests", a list'
+        )
+    for number, row in enumerate(content["requests"]):
+        try:
+            at, prompt, output = float(row["at"]), int(row["prompt_tokens"]), int(row["output_tokens"] or 0)
+            if not math.isfinite(at):
+                raise ValueError(f"at: {at} is no time")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, requests.{number}: not a request of a bench: {error!r}") from error
+        if output > 0:
+            yield Arrival(at, max(1, prompt), output)
 
 
 def _table(path: Path) -> Iterator[Arrival]:
@@ -210,6 +245,26 @@ def repeat(arrivals: Sequence[Arrival], times: int) -> list[Arrival]:
         for copy in range(times)
     ]
     return made
+
+
+def loop(arrivals: Sequence[Arrival], times: int) -> list[Arrival]:
+    """The requests again and again, `times` in all, a mean gap between the last one and the first; no time shares a
+    prefix or a conversation with another."""
+    if times == 1 or not arrivals:
+        return list(arrivals)
+    span = arrivals[-1].at * len(arrivals) / max(1, len(arrivals) - 1)
+    blocks = 1 + max((max(arrival.block_ids, default=0) for arrival in arrivals), default=0)
+    sessions = 1 + max(arrival.session or 0 for arrival in arrivals)
+    return [
+        replace(
+            arrival,
+            at=arrival.at + time * span,
+            block_ids=tuple(block + time * blocks for block in arrival.block_ids),
+            session=None if arrival.session is None else arrival.session + time * sessions,
+        )
+        for time in range(times)
+        for arrival in arrivals
+    ]
 
 
 def merge(streams: Sequence[Sequence[Arrival]]) -> list[Arrival]:
