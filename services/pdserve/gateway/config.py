@@ -14,6 +14,13 @@ class GatewaySettings(ServiceSettings):
     """Where the routers are, and what one HTTP request may take."""
 
     port: int = Field(DEFAULT_PORT, ge=0, le=65535, description="port to listen on; 0: any free one")
+    # Longer than clients keep idle connections, so that none sends on one that is being closed.
+    idle_seconds: float = Field(
+        75.0,
+        ge=1,
+        le=86_400,
+        description="how long a connection may be without a whole request head, then it is closed",
+    )
     router: list[Endpoint] = Field(
         default_factory=lambda: [DEFAULT_ROUTER],
         min_length=1,

@@ -135,9 +135,9 @@ def plan_suite(
 
     Workers are named by role and number ("prefill-0"), with the model's name in front where there are several.
     `per_worker` overrides a worker's flags by its name: {"decode-0": {"kv-cache-memory": 1 << 20}}, and those of
-    "router", "gateway-0" and "prefix-cache-0". Each worker gets its own cores while they last; memory for KV is divided evenly. Workers
-    listen on loopback; `host` and `port` are the router's, and `host` the gateways' too: they take `http_port` and the
-    ports that follow it, or any free ones (0).
+    "router", "gateway-0" and "prefix-cache-0". Each worker gets its own cores while they last; memory for KV is divided
+    evenly. Workers listen on loopback; `host` and `port` are the router's, and `host` the gateways' too: they take
+    `http_port` and the ports that follow it, or any free ones (0).
     Metrics are exported where `metrics_port` says: the router's there, the workers' and caches' at the ports that
     follow it, or at any free ones (0). `prefix_cache_capacity` is in bytes, for each cache.
     """
