@@ -31,7 +31,7 @@ from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
 CONNECTIONS = 4
 RAMP = 4.0  # seconds before the window at the same rate: the queues are as they will be
 TAIL = 2.0  # and after it: nobody profits from the end
-PROMPT, ANSWER = (64, 768), (16, 64)  # tokens, evenly spread
+PROMPT, ANSWER = (64, 384), (8, 40)  # tokens, evenly spread
 VOCABULARY = 250
 DEADLINE = 60.0
 LATE = 0.05  # seconds; a client whose 99th percentile is sent later than that is too slow
@@ -39,7 +39,8 @@ LATE = 0.05  # seconds; a client whose 99th percentile is sent later than that i
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """`rate` requests a second, or a `crowd` of so many at a time, for `seconds`; the targets that each states."""
+    """`rate` requests a second, or a `crowd` of so many at a time, for `seconds`; the targets that each states. A crowd
+    states none: it is to be served."""
 
     ttft_ms: float
     itl_ms: float
@@ -51,11 +52,12 @@ class Window:
 
     def request(self, chance: random.Random) -> pb.GenerateRequest:
         tokens = [chance.randrange(VOCABULARY) for _ in range(chance.randint(*PROMPT))]
+        stated = pb.SloTargets() if self.crowd else pb.SloTargets(ttft_ms=self.ttft_ms, itl_ms=self.itl_ms)
         return pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=tokens),
             sampling=pb.SamplingOptions(temperature=0.0),
             stopping=pb.StoppingOptions(max_tokens=chance.randint(*ANSWER), ignore_eos=True),
-            slo=pb.SloTargets(ttft_ms=self.ttft_ms, itl_ms=self.itl_ms),
+            slo=stated,
         )
 
     def arrivals(self, chance: random.Random) -> list[float]:

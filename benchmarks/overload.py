@@ -75,7 +75,7 @@ async def find_capacity(client: Client, targets: dict[str, float], seconds: floa
     for step in range(STEPS):
         rate = (least + most) / 2
         told = await client.window(**targets, rate=rate, seconds=seconds, seed=2 + step)
-        print(f"{rate:.2f} requests/s: {told['attainment']:.1%} meet their targets", flush=True)
+        print(f"{rate:.2f} requests/s: {told['attainment']:.1%} meet their targets: {told}", flush=True)
         least, most = (rate, most) if told["attainment"] >= ATTAINMENT else (least, rate)
     if not least:
         raise RuntimeError("no rate was served: raise the targets")
@@ -117,7 +117,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def summary(capacity: float, windows: dict[str, list[dict[str, Any]]], grown: dict[str, int]) -> dict[str, Any]:
     """What all windows say together: medians, and the worst where only the worst counts."""
     at, over = windows["capacity"], windows["over"]
-    kept = [b["goodput_s"] / a["goodput_s"] for a, b in zip(at, over, strict=True)]
+    kept = [b["goodput_s"] / max(a["goodput_s"], 1e-9) for a, b in zip(at, over, strict=True)]
     refused = sum(window["refused"] for window in over)
     with_retry_info = sum(window["with_retry_info"] for window in over)
     errors = sum((Counter(window["errors"]) for window in (*at, *over)), Counter[str]())

@@ -27,6 +27,9 @@ class GatewaySettings(ServiceSettings):
         description="host:port of a router; with several, each request goes to the one that has fewest of ours",
     )
     max_request_seconds: float = Field(600.0, gt=0, description="how long an answer may take; then it is a 504")
+    unread_seconds: float = Field(
+        60.0, gt=0, description="how long a client may leave unread what it was sent; then its connection is closed"
+    )
     max_body_size: ByteSize = Field(ByteSize(16 << 20), gt=0, description='largest request body, such as "16MiB"')
     body_seconds: float = Field(30.0, gt=0, description="how long a client may take to send its body")
     max_prompts: int = Field(128, ge=1, description="prompts in one /v1/completions request; they run together")

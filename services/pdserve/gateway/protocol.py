@@ -16,6 +16,10 @@ from pdserve.gateway.errors import UNAVAILABLE_RETRY, ApiError
 log = structlog.get_logger(__name__)
 
 _TELL_EVERY = 10.0  # seconds between two warnings that there are too many
+# Who is turned away may read that for so many seconds. A close at once would take back what was said, where the client
+# had sent something already.
+_LINGER = 1.0
+_LINGERING = 64  # connections at a time; what comes beyond these is closed without a word
 
 
 class Config(uvicorn.Config):
@@ -33,14 +37,22 @@ class Protocol(HttpToolsProtocol):
     """
 
     _waits: asyncio.TimerHandle | None = None
+    _turned_away = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         config = cast("Config", self.config)
         super().connection_made(transport)
-        if len(self.connections) > config.max_connections:
+        beyond = len(self.connections) - config.max_connections
+        if beyond > _LINGERING:
+            transport.abort()
+        elif beyond > 0:
             self._turn_away(config)
         else:
-            self._wait()
+            self._wait(self.timeout_keep_alive)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._turned_away:
+            super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._waited()
@@ -57,11 +69,11 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():  # else the next request is here already
-            self._wait()
+            self._wait(self.timeout_keep_alive)
 
-    def _wait(self) -> None:
+    def _wait(self, seconds: float) -> None:
         self._waited()
-        self._waits = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
+        self._waits = self.loop.call_later(seconds, self.transport.close)
 
     def _waited(self) -> None:
         if self._waits is not None:
@@ -69,12 +81,14 @@ class Protocol(HttpToolsProtocol):
             self._waits = None
 
     def _turn_away(self, config: Config) -> None:
-        """Say that there are too many, and close."""
+        """Say that there are too many, and close soon."""
+        self._turned_away = True
         if self.loop.time() - config.told >= _TELL_EVERY:
             config.told = self.loop.time()
             log.warning("too_many_connections", max_connections=config.max_connections)
         self.transport.write(_FULL)
-        self.transport.close()
+        self.transport.write_eof()
+        self._wait(_LINGER)
 
 
 def _full() -> bytes:

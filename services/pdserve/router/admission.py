@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,10 +12,12 @@ from dataclasses import dataclass, replace
 import structlog
 
 from pdserve.core.errors import TenantLimited, TooLate
+from pdserve.core.slo import percentile
 from pdserve.policy.admission import Admission, admit
 from pdserve.policy.fleet import PlacementRequest, Target
 from pdserve.policy.forecast import Ahead
 from pdserve.policy.limits import Limit, Refusal, TenantLimits
+from pdserve.policy.margin import Margins
 from pdserve.policy.routing import Decision, Kind
 from pdserve.router.config import RouterSettings
 from pdserve.router.fleet import Fleet
@@ -26,6 +29,7 @@ from pdserve.v1 import inference_pb2
 
 log = structlog.get_logger(__name__)
 
+LEAST_GAPS = 8  # of an answer that says something about a percentile of its gaps
 AheadOf = Callable[[ServedModel, Wishes, int], Ahead]
 """What waits for a model and goes before a new request with such wishes and such a priority."""
 ExpectedOf = Callable[[ServedModel], int]
@@ -38,6 +42,7 @@ class Door:
     def __init__(self, settings: RouterSettings, fleet: Fleet, ahead: AheadOf, expected: ExpectedOf) -> None:
         self.settings, self.fleet, self.ahead, self.expected = settings, fleet, ahead, expected
         self.limits = TenantLimits(settings.tenant_max_requests, settings.tenant_tokens_per_minute)
+        self.margins: defaultdict[str, Margins] = defaultdict(Margins)  # by model
 
     @asynccontextmanager
     async def entered(self, wishes: Wishes, measure: Measure) -> AsyncIterator[Visit]:
@@ -48,6 +53,7 @@ class Door:
             yield visit
         finally:
             now = _now()
+            visit.learn_gap()
             self.limits.settle(wishes.tenant, visit.taken, visit.used, now)
             self.limits.leave(wishes.tenant, now - began if measure.workers else None)
 
@@ -61,6 +67,9 @@ class Visit:
     measure: Measure
     taken: int = 0
     prompt_tokens: int = 0
+    _margins: Margins | None = None
+    _admission: Admission | None = None
+    _waited: float = 0.0  # seconds from its arrival to the prediction
 
     @property
     def used(self) -> int:
@@ -108,14 +117,29 @@ class Visit:
         if not admission.admitted:  # then what is cached decides, and is worth hashing the prompt for
             hashes = await fleet.hash_prompt(model, resolved.given, spec.cache_salt)
             admission = self._ask(resolved, replace(request, held=fleet.held(model, hashes)), ahead, deadline)
+        self._margins, self._admission = self.door.margins[model.name], admission
         if admission.missed is not None:
             self.measure.decisions.note(Decision(Kind.REJECT, admission.reason), request, time.time_ns())
             self._tell(admission.missed, admission.reason, admission.retry_after)
             raise TooLate(admission.reason, admission.retry_after)
+        self._waited = request.waited
+        self.measure.on_first_token = self._learn_ttft
+
+    def _learn_ttft(self, seconds: float) -> None:
+        """Its first token came so many seconds after its arrival."""
+        if self._admission is not None and self._margins is not None:
+            self._admission.observe(self._margins, seconds - self._waited)
+
+    def learn_gap(self) -> None:
+        """It is over: its gaps say how good the prediction was."""
+        gaps, targets = self.measure.timeline.gaps, self.wishes.targets
+        if self._admission is not None and self._margins is not None and len(gaps) >= LEAST_GAPS:
+            self._admission.observe_gap(self._margins, percentile(gaps, targets.itl_percentile))
 
     def _ask(self, resolved: ResolvedRequest, request: PlacementRequest, ahead: Ahead, deadline: float) -> Admission:
         view, rules = self.door.fleet.view(resolved.model), self.door.settings.rules
-        return admit(view, request, ahead, rules, time_left=deadline - _now())
+        margins = self.door.margins[resolved.model.name]
+        return admit(view, request, ahead, rules, time_left=deadline - _now(), margins=margins)
 
     def _tell(self, why: Limit | Target, reason: str, retry_after: float) -> None:
         self.measure.turned_away(why)

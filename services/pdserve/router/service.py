@@ -163,6 +163,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         context.write,
                         deadline=deadline,
                         queue_deadline=deadline - min(_ANSWER_MAX, _ANSWER_SHARE * seconds),
+                        unread_seconds=self._settings.unread_seconds,
                         max_replays=self._settings.max_replays,
                         max_worker_deaths=self._settings.max_worker_deaths,
                         measure=measure,
