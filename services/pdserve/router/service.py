@@ -20,7 +20,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.measure import Measure, promised
 from pdserve.router.meter import Meter
 from pdserve.router.models import ModelFacts, Models, ServedModel
-from pdserve.router.multiplex import Multiplex
+from pdserve.router.multiplex import Lane, Multiplex
 from pdserve.router.recent import RecentRequests, Record
 from pdserve.router.request import RequestRun
 from pdserve.router.stats import WINDOW, RecentStats
@@ -29,7 +29,7 @@ from pdserve.router.validate import MAX_MODEL_NAME, MAX_REQUEST_ID, resolve, res
 from pdserve.router.waiting import Wishes
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort, status_code
 from pdserve.rpc.tenant import ANONYMOUS, TENANT, check_tenant
-from pdserve.rpc.writing import write_whole
+from pdserve.rpc.writing import PatientContext, write_whole
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
 from pdserve.telemetry.tracing import TRACEPARENT, bounded_traceparent, start_span, traceparent_of
@@ -79,6 +79,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     # A coroutine that writes, not a generator: a cancel then arrives where the work is, and scopes close at once.
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        await self._serve(request, PatientContext(context))
+
+    async def _serve(self, request: inference_pb2.GenerateRequest, context: PatientContext | Lane) -> None:
+        """One request from its beginning to its end, which `context` is told."""
+        refusal: PdserveError | None = None
         self._running += 1
         self._idle.clear()
         if len(request.model) > MAX_MODEL_NAME:  # before it stands in spans and logs
@@ -99,7 +104,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             # Refused before it was named, it is what its caller calls it, unchecked.
             request_id = (record.request_id or request.request_id or metadata.get("x-request-id", ""))[:MAX_REQUEST_ID]
             log.info("request_failed", request_id=request_id, code=status_code(error).name, error=str(error))
-            await abort(context, error)
+            refusal = error
         except asyncio.CancelledError:
             measure.cancelled()
             record.cancelled()
@@ -112,19 +117,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._running -= 1
             if not self._running:
                 self._idle.set()
+        if refusal is not None:  # last: a client that does not read is told when it does, and nobody waits for that
+            await abort(context, refusal)
 
     async def Multiplex(  # type: ignore[override]
         self, request_iterator: AsyncIterator[inference_pb2.MultiplexRequest], context: Context
     ) -> None:
         try:
-            await Multiplex(self.Generate, partial(write_whole, context)).run(request_iterator)
+            await Multiplex(self._serve, partial(write_whole, context)).run(request_iterator)
         except PdserveError as error:
             await abort(context, error)
 
     async def _generate(
         self,
         request: inference_pb2.GenerateRequest,
-        context: Context,
+        context: PatientContext | Lane,
         metadata: dict[str, str],
         traceparent: str,
         measure: Measure,

@@ -78,6 +78,7 @@ SETTING_NAMES = frozenset(
         "PDSERVE_TENSOR_PARALLEL_SIZE",
         "PDSERVE_THREADS",
         "PDSERVE_TRACE_RING",
+        "PDSERVE_UNREAD_SECONDS",
         "PDSERVE_WORKER",
         "PDSERVE_WORKER_ID",
     }
