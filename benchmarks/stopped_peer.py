@@ -9,8 +9,9 @@ The decode worker's core is its own: what is measured is not that prefill-1 has 
 
 ITL is taken from streams whose KV came from prefill-1 and that were never continued elsewhere, in the window alone.
 `holds` says whether the 99th percentile with a stopped peer is at most ALLOWED times that of its control round, by the
-median of the rounds; the exit status is 1 where it is not. `moved_on_s` is how long the victims, requests that changed workers, waited for their next token from the stop on (or
-from when they were asked, if later). The last line is one JSON object.
+median of the rounds; the exit status is 1 where it is not. `moved_on_s` is how long the victims, requests that changed
+workers, waited for their next token from the stop on (or from when they were asked, if later). The last line is one
+JSON object.
 """
 
 from __future__ import annotations

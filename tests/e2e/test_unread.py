@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 READERS, SILENT, TOKENS, LONG = 60, 20, 1500, 4000
 UNREAD = 3.0  # seconds until who reads nothing is left
-# Bytes of the router for a token that nobody reads. One that kept its step's message in memory would take ten times that.
+# Bytes of the router for a token that nobody reads. One that kept its step's message would take ten times that.
 EACH = 1 << 10
 BESIDES = 8 << 20  # bytes: what a router takes while it warms up
 # As small a window as a client may have: what is sent waits in the router, not in the system.
