@@ -143,7 +143,7 @@ class Answer(Response):
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+            await self._read(send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}))
         await self._read(send({"type": "http.response.body", "body": data, "more_body": more}))
 
     async def _read(self, sending: Awaitable[None]) -> None:

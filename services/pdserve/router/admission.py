@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -67,8 +67,8 @@ class Visit:
     measure: Measure
     taken: int = 0
     prompt_tokens: int = 0
-    _margins: Margins | None = None
-    _admission: Admission | None = None
+    _admission: Admission | None = None  # what was predicted, where it is compared with what comes
+    _margins: Margins = field(default_factory=Margins)
     _waited: float = 0.0  # seconds from its arrival to the prediction
 
     @property
@@ -117,23 +117,25 @@ class Visit:
         if not admission.admitted:  # then what is cached decides, and is worth hashing the prompt for
             hashes = await fleet.hash_prompt(model, resolved.given, spec.cache_salt)
             admission = self._ask(resolved, replace(request, held=fleet.held(model, hashes)), ahead, deadline)
-        self._margins, self._admission = self.door.margins[model.name], admission
         if admission.missed is not None:
             self.measure.decisions.note(Decision(Kind.REJECT, admission.reason), request, time.time_ns())
             self._tell(admission.missed, admission.reason, admission.retry_after)
             raise TooLate(admission.reason, admission.retry_after)
-        self._waited = request.waited
-        self.measure.on_first_token = self._learn_ttft
+        if spec.priority >= 0:  # one that goes behind others waits for those who come later, too
+            self._admission, self._margins = admission, self.door.margins[model.name]
+            self._waited = request.waited
+            self.measure.on_first_token = self._learn_ttft
 
     def _learn_ttft(self, seconds: float) -> None:
-        """Its first token came so many seconds after its arrival."""
-        if self._admission is not None and self._margins is not None:
+        """Its first token came so many seconds after its arrival. Only of those who stated a target is it seen to that
+        nobody keeps them waiting."""
+        if self._admission is not None and Target.TTFT in self.wishes.stated:
             self._admission.observe(self._margins, seconds - self._waited)
 
     def learn_gap(self) -> None:
         """It is over: its gaps say how good the prediction was."""
         gaps, targets = self.measure.timeline.gaps, self.wishes.targets
-        if self._admission is not None and self._margins is not None and len(gaps) >= LEAST_GAPS:
+        if self._admission is not None and Target.ITL in self.wishes.stated and len(gaps) >= LEAST_GAPS:
             self._admission.observe_gap(self._margins, percentile(gaps, targets.itl_percentile))
 
     def _ask(self, resolved: ResolvedRequest, request: PlacementRequest, ahead: Ahead, deadline: float) -> Admission:
