@@ -31,7 +31,8 @@ _STEPS = 12  # halvings of RETRY_MAX: to 10 ms
 class Admission:
     """`missed` is what would not be kept; None: it is admitted. `ttft` and `gap` are predictions in seconds, None where
     there is nothing measured to predict from, without any margin; `idle_ttft` and `idle_gap` what they would be with
-    nobody else there. `retry_after`, in seconds, is when it would be kept again, if nothing else came."""
+    nobody else there, and `joined_gap` what the gap would be if it were not held back for the sake of gaps.
+    `retry_after`, in seconds, is when it would be kept again, if nothing else came."""
 
     reason: str
     missed: Target | None = None
@@ -40,6 +41,7 @@ class Admission:
     retry_after: float = 0.0
     idle_ttft: float = 0.0
     idle_gap: float = 0.0
+    joined_gap: float = 0.0
 
     def observe(self, margins: Margins, ttft: float) -> None:
         """What was predicted for one that was let in came to be: its first token took `ttft` seconds from here."""
@@ -49,7 +51,7 @@ class Admission:
     def observe_gap(self, margins: Margins, gap: float) -> None:
         """And `gap` seconds lay between its tokens, at the percentile that it was promised."""
         if self.gap is not None:
-            margins.gap.observe(self.idle_gap, self.gap, gap)
+            margins.gap.observe(self.idle_gap, self.joined_gap, gap)
 
     @property
     def admitted(self) -> bool:
@@ -75,7 +77,9 @@ def admit(
     ttft = margins.ttft.stretched(idle, predicted)
     left = request.planned.ttft - request.waited if Target.TTFT in request.stated else math.inf
     gap, idle_gap, wait = _gap(forecast, request, ttft, left, rules, margins)
-    admitted = Admission("its targets would be kept, or none were stated", None, predicted, gap, 0.0, idle, idle_gap)
+    joined = 0.0 if gap is None else forecast.gap(predicted)
+    kept = "its targets would be kept, or none were stated"
+    admitted = Admission(kept, None, predicted, gap, idle_ttft=idle, idle_gap=idle_gap, joined_gap=joined)
     misses: list[tuple[float, Target, str]] = []
     if idle <= time_left < ttft:
         said = f"its deadline is in {time_left:.3g} s, and the first token would come in {ttft:.3g} s"
