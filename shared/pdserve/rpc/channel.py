@@ -41,6 +41,9 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # Calls at a time on one connection; more wait at the client. One whose client does not read stays open until it
+    # does, or leaves, and holds a few KB.
+    ("grpc.max_concurrent_streams", 4096),
     # Who connects and then says nothing is no client.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # Two services on one port is a mistake, not load balancing.
