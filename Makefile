@@ -10,7 +10,7 @@ BASELINE := sdk/baseline.binpb
 # Compose v2 where it is here, else docker-compose 1.29.
 COMPOSE = $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help venv up down demo check audit test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-engine bench-peer bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router chaos soak clean
+.PHONY: help venv up down demo check audit test test-e2e test-gpu proto proto-baseline metrics-reference dashboards sdk sdk-toolchains bench-engine bench-peer bench-steps bench-attention bench-links bench-fabric bench-stopped-peer bench-gateway bench-simulator bench-router bench-overload chaos soak soak-memory clean
 
 help:  ## What there is.
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -108,6 +108,12 @@ bench-simulator: $(STAMP)  ## How fast is the simulator, and do policies rank as
 
 bench-router: $(STAMP)  ## What does the router cost: decisions, first tokens, gaps, relaying?
 	$(BIN)/python benchmarks/router.py
+
+bench-overload: $(STAMP)  ## What is left of the goodput at three times capacity? Shorter with QUICK=1.
+	$(BIN)/python benchmarks/overload.py $(if $(QUICK),--rounds 1 --seconds 20 --probe 8)
+
+soak-memory: $(STAMP)  ## Does memory grow in MINUTES (60) of mixed load at speed? 5 minutes with QUICK=1.
+	$(BIN)/python benchmarks/memory.py $(if $(QUICK),--minutes 5 --settle 60,--minutes $(or $(MINUTES),60))
 
 soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail; 100,000 fuzzed messages.
 	PDSERVE_LIFECYCLES=10000 $(PYTEST) -s tests/chaos/test_lifecycles.py

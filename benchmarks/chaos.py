@@ -29,6 +29,7 @@ IN_FLIGHT, DEADLINE = 30, 120.0
 KINDS = 40  # different requests
 LEAVE = 0.1  # share of the requests that their clients leave
 AGAIN = 12  # times that a different answer is asked for again
+BACK_WITHIN = 10.0  # seconds for one that died to serve again; told, and no failure: it is what starting takes here
 PATIENCE = 15.0  # seconds for the last block to be free
 
 
@@ -191,6 +192,7 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         await fleet.healed()
         unfree = await leaked(fleet.workers)
         lost = await wrong(fleet.routers, tally)
+    away = fleet.away or [0.0]
     for failure in tally.failed[:20]:
         print("failed after", failure, file=sys.stderr)
     return {
@@ -207,7 +209,8 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "kills": harms["kill"],
         "stops": harms["stop"],
         "terms": harms["terminate"],
-        "longest_away_s": round(fleet.longest_away, 1),
+        "away_s": {"median": round(statistics.median(away), 1), "longest": round(max(away), 1)},
+        "back_in_time": max(away) <= BACK_WITHIN,
         "retries": tally.retries,
         "replays": tally.replays,
         "added_ttft_p99_ms": round(1e3 * (_p99(tally.ttft) - _p99(before)), 1),

@@ -41,7 +41,7 @@ class ChaosFleet:
     def __init__(self, model: Path, logs: Path, *router_flags: str, log_level: str = "warning") -> None:
         self._logs = logs
         self._healing: list[asyncio.Task[None]] = []
-        self.longest_away = 0.0  # seconds from a death until somebody served in that place again
+        self.away: list[float] = []  # seconds from a death until somebody served in that place again
         self.members: list[Member] = []
         ports = {name: _free_port() for name in self._names()}
         options = WorkerOptions(
@@ -148,7 +148,7 @@ class ChaosFleet:
         await self._start(member)
         away = time.monotonic() - began
         print(f"{member.name} is back after {away:.1f} s", file=sys.stderr, flush=True)
-        self.longest_away = max(self.longest_away, away)
+        self.away.append(away)
 
     async def _start(self, member: Member) -> None:
         member.service = await Service.start(

@@ -76,9 +76,12 @@ class Script(Routers):
 
 
 @contextlib.asynccontextmanager
-async def serving(routers: Script, metrics: GatewayMetrics, seconds: float = 60.0) -> AsyncIterator[str]:
+async def serving(
+    routers: Script, metrics: GatewayMetrics, seconds: float = 60.0, unread_seconds: float = 60.0
+) -> AsyncIterator[str]:
     """The URL of a gateway, which must be able to stop at once when it is left."""
-    settings = GatewaySettings.load(["--port", "0", "--max-request-seconds", str(seconds), "--drain-seconds", "300"])
+    limits = ["--max-request-seconds", str(seconds), "--unread-seconds", str(unread_seconds)]
+    settings = GatewaySettings.load(["--port", "0", "--drain-seconds", "300", *limits])
     async with HttpServer(settings) as server:
         task = asyncio.create_task(server.serve(create_app(routers, settings, metrics)))
         try:
@@ -114,13 +117,16 @@ def unread(url: str, body: dict[str, Any]) -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_client_that_does_not_read_is_left(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    """At the deadline the work ends, nothing counts as in flight, and the connection is closed with what was unread:
-    the server, which waits for connections, stops at once."""
+@pytest.mark.parametrize("limits", [pytest.param((0.5, 60.0), id="deadline"), pytest.param((60.0, 0.5), id="unread")])
+def test_a_client_that_does_not_read_is_left(
+    loop: Loop, limits: tuple[float, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the deadline, or after it read nothing for so long, the work ends, nothing counts as in flight, and the
+    connection is closed with what was unread: the server, which waits for connections, stops at once."""
 
     async def main() -> bytes:
         routers = Script("x" * 65536)
-        async with serving(routers, GatewayMetrics(), 0.5) as url:
+        async with serving(routers, GatewayMetrics(), *limits) as url:
             with unread(url, {**BODY, "stream": True}) as sock:
                 async with asyncio.timeout(20):
                     await routers.closed.wait()

@@ -121,6 +121,15 @@ def test_flags_of_router_and_gateway() -> None:
         plan_suite([ModelPart(MODEL, "m", 1, 1)], TWO_CORES, per_worker={"gateway-0": {}})
 
 
+def test_flags_of_a_prefix_cache() -> None:
+    suite = plan_suite(
+        [ModelPart(MODEL, "m", 1, 1)], TWO_CORES, prefix_caches=2, per_worker={"prefix-cache-1": {"capacity": 4096}}
+    )
+    assert [flag(cache, "capacity") == "4096" for cache in suite.caches] == [False, True]
+    with pytest.raises(ConfigError, match="prefix-cache-0"):
+        plan_suite([ModelPart(MODEL, "m", 1, 1)], TWO_CORES, per_worker={"prefix-cache-0": {}})
+
+
 @pytest.mark.parametrize(
     ("counts", "words"),
     [

@@ -1,14 +1,15 @@
 """The answer to one completion request: streamed or whole, and cancelled when its client goes away.
 
 Nothing is sent before the first token is here. Until then a refusal still has an HTTP status and a Retry-After, which
-clients act upon; later it is the stream's last event. A client that does not read is left when its time is over.
+clients act upon; later it is the stream's last event. A client that does not read is left: after a while, and at the
+latest when its time is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager, suppress
 
 import structlog
@@ -37,11 +38,16 @@ _STREAM_HEADERS = [
 ]
 
 
-class Answer(Response):
-    """Does the work for `job` when it is sent. `timeout`, in seconds, is the deadline of each prompt's answer."""
+class _Unread(Exception):
+    """The client took nothing of what was sent for too long."""
 
-    def __init__(self, job: Job, routers: Routers, timeout: float) -> None:
-        self._job, self._routers, self._timeout = job, routers, timeout
+
+class Answer(Response):
+    """Does the work for `job` when it is sent. `timeout`, in seconds, is the deadline of each prompt's answer, `unread`
+    how long what was sent may wait for its client to take it."""
+
+    def __init__(self, job: Job, routers: Routers, timeout: float, unread: float) -> None:
+        self._job, self._routers, self._timeout, self._unread_for = job, routers, timeout, unread
         self._started = False
         super().__init__()
 
@@ -54,6 +60,11 @@ class Answer(Response):
                     log.info("client_gone", route=call.route)
         except TimeoutError:
             await self._late(call, scope, receive, send)
+        except _Unread:
+            log.info("answer_unread", route=call.route, seconds=self._unread_for)
+            if self._started:
+                call.metrics.stream_failed(call.route)
+            await hang_up(scope)
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -62,6 +73,8 @@ class Answer(Response):
             error = raised if isinstance(raised, ApiError) else from_pdserve(raised, self._job.renames)
             log.info("request_failed", route=call.route, **loggable(error))
             await self._fail(error, call, scope, receive, send)
+        except _Unread:
+            raise
         except Exception as raised:
             log.error("request_broken", route=call.route, error=repr(raised), exc_info=raised)
             await self._fail(internal(), call, scope, receive, send)
@@ -125,13 +138,21 @@ class Answer(Response):
                     whole.add(index, part)
         assert head is not None, "PromptInfo comes first"
         body = whole.json(head, job.stop_token_ids)
-        await _send_whole(send, body)
+        await self._read(_send_whole(send, body))
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+            await self._read(send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}))
+        await self._read(send({"type": "http.response.body", "body": data, "more_body": more}))
+
+    async def _read(self, sending: Awaitable[None]) -> None:
+        """Wait until the client has taken most of it. Raises _Unread."""
+        try:
+            async with asyncio.timeout(self._unread_for):
+                await sending
+        except TimeoutError:
+            raise _Unread from None
 
     @asynccontextmanager
     async def _events(self, call: Call) -> AsyncIterator[AsyncGenerator[tuple[int, Event]]]:

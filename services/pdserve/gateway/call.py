@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pdserve.gateway.errors import error_response, internal, invalid
 from pdserve.gateway.metrics import GatewayMetrics
 from pdserve.rpc.api_keys import shown_key
+from pdserve.rpc.garbage import Garbage
 from pdserve.rpc.tenant import TENANT
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
@@ -60,6 +61,7 @@ class Calls:
 
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics, route_of: Callable[[Scope], str]) -> None:
         self._app, self._metrics, self._route_of = app, metrics, route_of
+        self._garbage = Garbage()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,6 +79,13 @@ class Calls:
             span = start_span(f"POST {route}", parent, {names.REQUEST_ID: call.id[:128]})
         call.traceparent = traceparent_of(span) or parent
         self._metrics.begun(route)
+        taken = 0
+
+        async def take() -> Message:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            return message
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,13 +102,14 @@ class Calls:
                 )
                 return
             with log_request(call.id):
-                await self._app(scope, receive, tell)
+                await self._app(scope, take, tell)
         except Exception:
             # Starlette's own answer to a bug goes out beside `tell`: it would have no id, and be counted as gone.
             if not call.answered:
                 await error_response(internal())(scope, receive, tell)
             raise  # uvicorn logs it with its traceback
         finally:
+            self._garbage.left(taken)
             self._metrics.ended(route, call.status, time.monotonic() - call.started)
             span.set_attribute("http.response.status_code", call.status)
             span.end()

@@ -30,4 +30,4 @@ class Completions:
         return await read_body(request, self._settings.max_body_size, self._settings.body_seconds)
 
     def _answer(self, job: Job) -> Response:
-        return Answer(job, self._routers, self._settings.max_request_seconds)
+        return Answer(job, self._routers, self._settings.max_request_seconds, self._settings.unread_seconds)

@@ -15,10 +15,10 @@ from typing import Any, Self
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.core.errors import ConfigError, PdserveError
-from pdserve.gateway.disconnect import HANG_UP
+from pdserve.gateway.protocol import Config, Protocol
+from pdserve.rpc.descriptors import room_for
 from pdserve.rpc.launcher import Launcher
 from pdserve.rpc.server import advertised_host, join_host_port
 from pdserve.rpc.settings import ServiceSettings
@@ -26,8 +26,6 @@ from pdserve.rpc.settings import ServiceSettings
 log = structlog.get_logger(__name__)
 
 _BACKLOG = 2048
-# Seconds. Longer than clients keep idle connections, so that none sends on one that is being closed.
-_KEEP_ALIVE = 75
 
 
 class HttpFailed(PdserveError):
@@ -87,21 +85,22 @@ class HttpServer:
         """Serve `app` until SIGTERM, SIGINT or `stop_requested`; then take no new connections and let running answers
         end, for at most `drain_seconds`. A second signal, or a launcher that is gone, stops at once."""
         assert self._socket is not None, "serve() belongs inside the scope"
-        config = uvicorn.Config(
+        config = Config(
             app,
             loop="none",  # the loop runs already
-            http=_Protocol,
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_keep_alive=math.ceil(self._settings.idle_seconds),
             timeout_graceful_shutdown=math.ceil(self._settings.drain_seconds),
         )
         config.load()
         config.ssl = self._tls  # uvicorn would make one of its own, which takes what is older than TLS 1.2
+        config.max_connections = room_for(self._settings.max_connections)
         server = _Server(config)
         with self._signals():
             serving = asyncio.create_task(server.serve([self._socket]), name="http")
@@ -156,14 +155,6 @@ class HttpServer:
         if self.stop_requested.is_set():
             self._stop_now.set()
         self.stop_requested.set()
-
-
-class _Protocol(HttpToolsProtocol):
-    """Lets an answer close its connection. ASGI has no word for it, and uvicorn's own way waits until all was read."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope["extensions"] = {HANG_UP: {"abort": self.transport.abort}}
 
 
 class _Server(uvicorn.Server):

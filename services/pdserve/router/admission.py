@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 
 from pdserve.core.errors import TenantLimited, TooLate
+from pdserve.core.slo import percentile
 from pdserve.policy.admission import Admission, admit
 from pdserve.policy.fleet import PlacementRequest, Target
 from pdserve.policy.forecast import Ahead
 from pdserve.policy.limits import Allowance, Limit, Limits, Refusal
+from pdserve.policy.margin import Margins
 from pdserve.policy.routing import Decision, Kind
 from pdserve.router.config import RouterSettings
 from pdserve.router.fleet import Fleet
@@ -26,6 +29,7 @@ from pdserve.v1 import inference_pb2
 
 log = structlog.get_logger(__name__)
 
+LEAST_GAPS = 8  # of an answer that says something about a percentile of its gaps
 AheadOf = Callable[[ServedModel, Wishes, int], Ahead]
 """What waits for a model and goes before a new request with such wishes and such a priority."""
 ExpectedOf = Callable[[ServedModel], int]
@@ -39,6 +43,7 @@ class Door:
         self.settings, self.fleet, self.ahead, self.expected = settings, fleet, ahead, expected
         self._each_tenant = Allowance(settings.tenant_max_requests, settings.tenant_tokens_per_minute)
         self._tenants, self._keys = Limits(), Limits()
+        self.margins: defaultdict[str, Margins] = defaultdict(Margins)  # by model
 
     @asynccontextmanager
     async def entered(self, wishes: Wishes, measure: Measure) -> AsyncIterator[Visit]:
@@ -53,6 +58,7 @@ class Door:
             yield visit
         finally:
             now = _now()
+            visit.learn_gap()
             for account in entered:
                 account.limits.settle(account.name, account.allowance, visit.taken, visit.used, now)
                 account.limits.leave(account.name, now - began if measure.workers else None)
@@ -83,6 +89,9 @@ class Visit:
     accounts: tuple[Charged, ...] = ()
     taken: int = 0
     prompt_tokens: int = 0
+    _admission: Admission | None = None  # what was predicted, where it is compared with what comes
+    _margins: Margins = field(default_factory=Margins)
+    _waited: float = 0.0  # seconds from its arrival to the prediction
 
     @property
     def used(self) -> int:
@@ -141,10 +150,27 @@ class Visit:
             self.measure.decisions.note(Decision(Kind.REJECT, admission.reason), request, time.time_ns())
             self._tell(admission.missed, admission.reason, admission.retry_after)
             raise TooLate(admission.reason, admission.retry_after)
+        if spec.priority >= 0:  # one that goes behind others waits for those who come later, too
+            self._admission, self._margins = admission, self.door.margins[model.name]
+            self._waited = request.waited
+            self.measure.on_first_token = self._learn_ttft
+
+    def _learn_ttft(self, seconds: float) -> None:
+        """Its first token came so many seconds after its arrival. Only of those who stated a target is it seen to that
+        nobody keeps them waiting."""
+        if self._admission is not None and Target.TTFT in self.wishes.stated:
+            self._admission.observe(self._margins, seconds - self._waited)
+
+    def learn_gap(self) -> None:
+        """It is over: its gaps say how good the prediction was."""
+        gaps, targets = self.measure.timeline.gaps, self.wishes.targets
+        if self._admission is not None and Target.ITL in self.wishes.stated and len(gaps) >= LEAST_GAPS:
+            self._admission.observe_gap(self._margins, percentile(gaps, targets.itl_percentile))
 
     def _ask(self, resolved: ResolvedRequest, request: PlacementRequest, ahead: Ahead, deadline: float) -> Admission:
         view, rules = self.door.fleet.view(resolved.model), self.door.settings.rules
-        return admit(view, request, ahead, rules, time_left=deadline - _now())
+        margins = self.door.margins[resolved.model.name]
+        return admit(view, request, ahead, rules, time_left=deadline - _now(), margins=margins)
 
     def _tell(self, why: Limit | Target, reason: str, retry_after: float) -> None:
         self.measure.turned_away(why)

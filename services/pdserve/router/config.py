@@ -25,6 +25,9 @@ class RouterSettings(FleetSettings, CallingSettings):
     revision: str | None = Field(None, description="branch, tag or commit of hub ids, for all models alike")
     max_queue: int = Field(1024, ge=1, description="requests that may wait for a worker, per model")
     max_request_seconds: float = Field(600.0, gt=0, description="limit for a request that comes without a deadline")
+    unread_seconds: float = Field(
+        60.0, gt=0, description="how long a client may leave unread what it was sent; then its request ends"
+    )
     max_replays: int = Field(5, ge=0, description="tries in a row that may fail without producing a token")
     max_worker_deaths: int = Field(
         5,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
@@ -38,6 +38,7 @@ class Measure:
         self.decisions = DecisionLog(self._decided)
         self.usage = inference_pb2.Usage()
         self.workers: dict[str, None] = {}  # ids of all that it was placed on, in that order
+        self.on_first_token: Callable[[float], None] | None = None  # told the seconds from arrival to it
         self._all = meters
         self._meters: Sequence[Meter] = ()  # who hears of it: all, from when its model is known until its end
         self._operation = operation
@@ -53,6 +54,8 @@ class Measure:
             meter.started(model)
 
     def first_token(self, seconds: float) -> None:
+        if self.on_first_token is not None:
+            self.on_first_token(seconds)
         for meter in self._meters:
             meter.first_token(self._model, seconds)
         placed = self.decisions.placed

@@ -30,7 +30,7 @@ from pdserve.router.validate import ResolvedRequest
 from pdserve.router.waiting import Account, Refusals, Waiting, Wishes
 from pdserve.router.worker import Worker
 from pdserve.rpc.convert import sampling_to_proto
-from pdserve.rpc.errors import RpcError
+from pdserve.rpc.errors import DeadlineExceeded, RpcError
 from pdserve.telemetry import names
 from pdserve.telemetry.tracing import record_span
 from pdserve.v1 import inference_pb2
@@ -58,6 +58,7 @@ class RequestRun:
         *,
         deadline: float,
         queue_deadline: float,
+        unread_seconds: float,
         max_replays: int,
         max_worker_deaths: int,
         leave_rule: Leave = Leave.NEEDED,
@@ -75,6 +76,7 @@ class RequestRun:
         self._send = send
         self._deadline = deadline
         self._queue_deadline = queue_deadline
+        self._unread_seconds = unread_seconds
         self._max_replays = max_replays
         self._max_worker_deaths = max_worker_deaths
         self.leave_rule = leave_rule
@@ -267,10 +269,15 @@ class RequestRun:
             await self._tell(inference_pb2.GenerateResponse(output=output))
 
     async def _tell(self, response: inference_pb2.GenerateResponse) -> None:
-        """Send `response`. One that is never taken stays marked: the wait that ended the request was for its client."""
+        """Send `response`. One that is never taken stays marked: the wait that ended the request was for its client.
+        Raises DeadlineExceeded where it is not taken in time: what was not read would gather for ever."""
         self.timeline.sending = True
-        await self._told
-        await self._send(response)
+        try:
+            async with asyncio.timeout(self._unread_seconds):
+                await self._told
+                await self._send(response)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the client read nothing for {self._unread_seconds:g} s") from None
         self.timeline.sending = False
 
     def _prompt_info(self) -> inference_pb2.PromptInfo:

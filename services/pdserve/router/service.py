@@ -21,7 +21,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.measure import Measure, promised
 from pdserve.router.meter import Meter
 from pdserve.router.models import ModelFacts, Models, ServedModel
-from pdserve.router.multiplex import Multiplex
+from pdserve.router.multiplex import Lane, Multiplex
 from pdserve.router.recent import RecentRequests, Record
 from pdserve.router.request import RequestRun
 from pdserve.router.stats import WINDOW, RecentStats
@@ -32,7 +32,7 @@ from pdserve.router.worker import Worker
 from pdserve.rpc.api_keys import shown_key
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort, status_code
 from pdserve.rpc.guard import texts
-from pdserve.rpc.writing import write_whole
+from pdserve.rpc.writing import PatientContext, write_whole
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
 from pdserve.telemetry.tracing import TRACEPARENT, bounded_traceparent, start_span, traceparent_of
@@ -83,8 +83,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     # A coroutine that writes, not a generator: a cancel then arrives where the work is, and scopes close at once.
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        await self._serve(request, PatientContext(context))
+
+    async def _serve(self, request: inference_pb2.GenerateRequest, context: PatientContext | Lane) -> None:
+        """One request from its beginning to its end, which `context` is told."""
         metadata = texts(context.invocation_metadata())
         caller = await self._caller(context, metadata)
+        refusal: PdserveError | None = None
         self._running += 1
         self._idle.clear()
         if len(request.model) > MAX_MODEL_NAME:  # before it stands in spans and logs
@@ -104,7 +109,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             # Refused before it was named, it is what its caller calls it, unchecked.
             request_id = (record.request_id or request.request_id or metadata.get("x-request-id", ""))[:MAX_REQUEST_ID]
             log.info("request_failed", request_id=request_id, code=status_code(error).name, error=str(error))
-            await abort(context, error)
+            refusal = error
         except asyncio.CancelledError:
             measure.cancelled()
             record.cancelled()
@@ -117,20 +122,22 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._running -= 1
             if not self._running:
                 self._idle.set()
+        if refusal is not None:  # last: a client that does not read is told when it does, and nobody waits for that
+            await abort(context, refusal)
 
     async def Multiplex(  # type: ignore[override]
         self, request_iterator: AsyncIterator[inference_pb2.MultiplexRequest], context: Context
     ) -> None:
         try:
             key = shown_key(texts(context.invocation_metadata()))
-            await Multiplex(self.Generate, partial(write_whole, context), key).run(request_iterator)
+            await Multiplex(self._serve, partial(write_whole, context), key).run(request_iterator)
         except PdserveError as error:
             await abort(context, error)
 
     async def _generate(
         self,
         request: inference_pb2.GenerateRequest,
-        context: Context,
+        context: PatientContext | Lane,
         caller: Caller,
         metadata: dict[str, str],
         traceparent: str,
@@ -171,6 +178,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         context.write,
                         deadline=deadline,
                         queue_deadline=deadline - min(_ANSWER_MAX, _ANSWER_SHARE * seconds),
+                        unread_seconds=self._settings.unread_seconds,
                         max_replays=self._settings.max_replays,
                         max_worker_deaths=self._settings.max_worker_deaths,
                         leave_rule=self._settings.rules.leave_rule,
@@ -224,7 +232,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         except PdserveError as error:
             await abort(context, error)
 
-    async def _caller(self, context: Context, metadata: Mapping[str, str] | None = None) -> Caller:
+    async def _caller(
+        self, context: Context | PatientContext | Lane, metadata: Mapping[str, str] | None = None
+    ) -> Caller:
         """Who makes this call; one of nobody's ends here."""
         try:
             return await self._callers.of(texts(context.invocation_metadata()) if metadata is None else metadata)

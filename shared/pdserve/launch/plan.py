@@ -159,9 +159,9 @@ def plan_suite(
 
     Workers are named by role and number ("prefill-0"), with the model's name in front where there are several.
     `per_worker` overrides a worker's flags by its name: {"decode-0": {"kv-cache-memory": 1 << 20}}, and those of
-    "router" and "gateway-0". Each worker gets its own cores while they last; memory for KV is divided evenly. Workers
-    listen on loopback; `host` and `port` are the router's, and `host` the gateways' too: they take `http_port` and the
-    ports that follow it, or any free ones (0).
+    "router", "gateway-0" and "prefix-cache-0". Each worker gets its own cores while they last; memory for KV is divided
+    evenly. Workers listen on loopback; `host` and `port` are the router's, and `host` the gateways' too: they take
+    `http_port` and the ports that follow it, or any free ones (0).
     Metrics are exported where `metrics_port` says: the router's there, the workers' and caches' at the ports that
     follow it, or at any free ones (0). `prefix_cache_capacity` is in bytes, for each cache.
     `tls` None: none.
@@ -177,6 +177,7 @@ def plan_suite(
     router_metrics = next(metrics)
     overrides = per_worker or {}
     known = [*(slot.name for slot in slots), "router", *(f"gateway-{index}" for index in range(gateways))]
+    known += [f"prefix-cache-{index}" for index in range(prefix_caches)]
     unknown = set(overrides) - set(known)
     if unknown:
         raise ConfigError(f"flags for unknown workers {sorted(unknown)}; there are {known}")
@@ -225,7 +226,7 @@ def plan_suite(
     for index in range(prefix_caches):
         name = f"prefix-cache-{index}"
         cache_flags = {"capacity": capacity, "worker-id": name, "host": "127.0.0.1", "port": 0, **common, **answering}
-        cache_flags["metrics-port"] = next(metrics)
+        cache_flags |= {"metrics-port": next(metrics), **overrides.get(name, {})}
         caches.append(ServicePlan("prefix_cache", name, _arguments(cache_flags)))
     models = tuple(flag for part in parts for flag in ("--model", f"{part.name}={part.path}"))
     router_flags = {

@@ -47,15 +47,26 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # Calls at a time on one connection; more wait at the client. One whose client does not read stays open until it
+    # does, or leaves, and holds a few KB.
+    ("grpc.max_concurrent_streams", 4096),
+    # Who connects and then says nothing is no client.
+    ("grpc.server_handshake_timeout_ms", 10_000),
     # Two services on one port is a mistake, not load balancing.
     ("grpc.so_reuseport", 0),
 ]
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """SERVER_OPTIONS of a server that takes messages of at most that many bytes."""
-    limit = ("grpc.max_receive_message_length", max_message_bytes)
-    return [limit, *(option for option in SERVER_OPTIONS if option[0] != limit[0])]
+def server_options(max_message_bytes: int, max_connections: int, idle_seconds: float) -> list[tuple[str, int]]:
+    """SERVER_OPTIONS of a server that takes messages of at most that many bytes, closes what comes beyond so many
+    connections, and asks connections without a call for so long to go."""
+    limits = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_connection_idle_ms", round(idle_seconds * 1e3)),
+    ]
+    named = {name for name, _ in limits}
+    return [*limits, *(option for option in SERVER_OPTIONS if option[0] not in named)]
 
 
 def connect(target: str, access: Access = PLAIN, options: Sequence[Option] | None = None) -> grpc.aio.Channel:

@@ -8,7 +8,7 @@ rebuilds the same type from it, so that callers on both ends handle one set of e
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import grpc
 import grpc.aio
@@ -104,7 +104,13 @@ def to_status(error: PdserveError) -> Status:
     return status
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveError) -> NoReturn:
+class Abortable(Protocol):
+    """A call that can be ended: grpc's context, or what stands in for one."""
+
+    async def abort_with_status(self, status: grpc.Status, /) -> NoReturn: ...
+
+
+async def abort(context: Abortable, error: PdserveError) -> NoReturn:
     """End the call with `error`. Never returns: grpc raises its own exception, which the handler must let pass."""
     await context.abort_with_status(cast("grpc.Status", rpc_status.to_status(to_status(error))))
     raise AssertionError("abort_with_status returned")

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.rpc.access import Access
 from pdserve.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from pdserve.rpc.descriptors import room_for
 from pdserve.rpc.guard import Check, Guard, fleet_only
 from pdserve.rpc.launcher import Launcher
 from pdserve.rpc.malformed import MalformedMessages
@@ -73,9 +74,9 @@ class GrpcServer:
         self._signal_seen = asyncio.Event()
         self._stop_now = asyncio.Event()
         guards = [Guard(check)] if check else []
-        self._server = grpc.aio.server(
-            interceptors=[*guards, MalformedMessages()], options=server_options(max_message_bytes)
-        )
+        connections = room_for(settings.max_connections)
+        options = server_options(max_message_bytes, connections, settings.idle_seconds)
+        self._server = grpc.aio.server(interceptors=[*guards, MalformedMessages()], options=options)
         for add, servicer, _ in services:
             add(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

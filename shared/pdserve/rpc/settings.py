@@ -135,6 +135,12 @@ class ServiceSettings(Settings):
     trace_ring: int = Field(
         512, ge=0, description="how many requests' traces to keep in memory, for `pdserve trace`; 0: none"
     )
+    max_connections: int = Field(
+        16_384, ge=1, description="connections at a time; what comes beyond is closed, or told 503 over HTTP"
+    )
+    idle_seconds: float = Field(
+        600.0, ge=1, le=86_400, description="how long a connection may be without a request before it is closed"
+    )
     drain_seconds: float = Field(30.0, ge=0, description="how long running work may take once told to stop")
     tls_cert_file: Path | None = Field(
         None, description="certificate of this service, and its chain, in PEM; with it, it listens with TLS alone"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, NoReturn
 
+import grpc
 import grpc.aio
 
 GRACE = 1.0  # seconds for a write that has begun
@@ -21,3 +22,30 @@ async def write_whole(context: grpc.aio.ServicerContext[Any, Any], message: Any)
         writing.cancel()
         await asyncio.gather(writing, return_exceptions=True)
         raise
+
+
+class PatientContext:
+    """A grpc context whose call can be ended in the midst of a write. grpc takes no status meanwhile, and forgets a
+    call that it could not give one to: its client would wait for ever. So the status waits for the write, which ends
+    when the client reads again, or is gone."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._context = context
+        self._writing: asyncio.Future[None] | None = None
+
+    def invocation_metadata(self) -> Any:
+        return self._context.invocation_metadata()
+
+    def time_remaining(self) -> float | None:
+        return self._context.time_remaining()
+
+    async def write(self, message: Any) -> None:
+        """Cancelled, it leaves the write to itself."""
+        self._writing = asyncio.ensure_future(self._context.write(message))
+        await asyncio.shield(self._writing)
+
+    async def abort_with_status(self, status: grpc.Status) -> NoReturn:
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
+        await self._context.abort_with_status(status)
+        raise AssertionError("abort_with_status returned")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
@@ -9,7 +11,8 @@ import pytest
 
 from pdserve.core.errors import InvalidRequest, TenantLimited
 from pdserve.core.slo import Outcome, SloTargets, Verdict
-from pdserve.policy.fleet import Target
+from pdserve.policy.fleet import BOTH, FleetView, Target
+from pdserve.policy.forecast import Ahead
 from pdserve.policy.limits import Limit
 from pdserve.router.admission import Door, stated_targets
 from pdserve.router.config import RouterSettings
@@ -18,6 +21,7 @@ from pdserve.router.meter import Ended, Meter
 from pdserve.router.waiting import Wishes
 from pdserve.rpc.tenant import ANONYMOUS, check_tenant
 from pdserve.v1 import inference_pb2
+from tests.unit.policy.test_admission import IDLE
 
 TARGETS = SloTargets(0.5, 0.05, 99.0)
 
@@ -104,3 +108,39 @@ def test_a_tenant_s_limit_is_not_the_deployment_s_failure(
     measure.turned_away(why)
     measure.failed(grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert heard.why == [("tiny", why)] and heard.ends == [end]
+
+
+class Fleet:
+    """One that is as it is."""
+
+    def view(self, model: object) -> FleetView:
+        return IDLE
+
+
+@pytest.mark.parametrize(
+    "stated, priority, learned",
+    [
+        (BOTH, 0, (True, True)),
+        (frozenset({Target.TTFT}), 0, (True, False)),
+        (frozenset({Target.ITL}), 0, (False, True)),
+        (frozenset(), 0, (False, False)),
+        (BOTH, -1, (False, False)),
+    ],
+)
+async def test_the_door_learns_from_those_whose_targets_are_kept(
+    stated: frozenset[Target], priority: int, learned: tuple[bool, bool]
+) -> None:
+    """A first token was predicted in half a second and came after 100, and the gaps were as long as that. Who goes
+    behind others, or asked for nothing, was overtaken; it says nothing."""
+    door = Door(RouterSettings(), cast(Any, Fleet()), lambda *_: Ahead(400, 160_000, 4), lambda model: 100)
+    asked: Any = SimpleNamespace(
+        model=SimpleNamespace(name="tiny"), given=(1,) * 100, remaining=50, resumed=(),
+        spec=SimpleNamespace(priority=priority, cache_salt=""),
+    )  # fmt: skip
+    measure, wishes = Measure([], "chat"), Wishes("a", targets=SloTargets(1000.0, 1000.0, 99.0), stated=stated)
+    async with door.entered(wishes, measure) as visit:
+        await visit.admit(asked, asyncio.get_running_loop().time() + 1000.0)
+        for number in range(1, 12):
+            measure.timeline.token(measure.timeline.arrived + number * 100_000_000_000, number)
+    margins = door.margins["tiny"]
+    assert (margins.ttft.factor > 1.0, margins.gap.factor > 1.0) == learned
