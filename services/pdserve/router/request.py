@@ -156,7 +156,7 @@ class RequestRun:
         self._tries, self._try_began = self._tries + 1, time.time_ns()
         log.debug("dispatched", decision=assignment.decision.kind, reason=assignment.decision.reason)
         try:
-            async with Ticket(assignment, self.spec()) as ticket:
+            async with Ticket(assignment, self.spec(), self._fleet.chance.randbytes(16).hex()) as ticket:
                 handover = assignment.prefill is not None and assignment.decode is not None
                 self.timeline.dispatch(ticket.started, handover=handover)
                 return await Follower(self, ticket).follow()

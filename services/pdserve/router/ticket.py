@@ -7,7 +7,6 @@ a worker, rearm, and once the decode worker has agreed, prefill.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self
@@ -40,8 +39,9 @@ class Ticket:
     Their number is bounded by what the sequence may still produce; a worker that sends more loses the ticket.
     """
 
-    def __init__(self, assignment: Assignment, spec: SequenceSpec) -> None:
-        self.id = secrets.token_hex(16)
+    def __init__(self, assignment: Assignment, spec: SequenceSpec, name: str) -> None:
+        """`name` is the ticket's id, which nobody may guess."""
+        self.id = name
         self.assignment = assignment
         self.started = time.monotonic_ns()
         self.attempt = 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import grpc.aio
@@ -34,6 +33,10 @@ BACKOFF_STARTING = 0.3  # the limit for one that never answered: it is probably 
 _ROLES = {worker_pb2.ROLE_PREFILL: Role.PREFILL, worker_pb2.ROLE_DECODE: Role.DECODE}
 
 
+Dial = Callable[[str, float], grpc.aio.Channel]
+"""How to connect to host:port, so that a peer's silence for so many seconds ends the connection."""
+
+
 class Listener(Protocol):
     """Who hears of a worker's changes; calls must not block."""
 
@@ -50,9 +53,18 @@ class Worker:
     `reports` counts what the worker told of its load, over all connections.
     """
 
-    def __init__(self, endpoint: str, router_id: str, lease: float, index: PrefixIndex, listener: Listener) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        router_id: str,
+        lease: float,
+        index: PrefixIndex,
+        listener: Listener,
+        dial: Dial,
+        chance: random.Random,
+    ) -> None:
         """`lease`, in seconds, is the silence that ends a connection. The worker keeps what it says of its cache in
-        `index`, under its endpoint."""
+        `index`, under its endpoint. `chance` draws the pauses between two connections."""
         self.endpoint = endpoint
         self.snapshot: worker_pb2.WorkerSnapshot | None = None
         self.load = worker_pb2.WorkerLoad()
@@ -63,13 +75,16 @@ class Worker:
         self.connected = False
         self.draining = False
         self.reports = 0
-        self.alive_at = time.monotonic()  # when something there last spoke, be it to say that it is not ready
+        # When something there last spoke, be it to say that it is not ready; the loop's time.
+        self.alive_at = asyncio.get_running_loop().time()
         self.channel: grpc.aio.Channel | None = None
         self.session: DecodeSession | None = None
         self._router_id = router_id
         self._lease = lease
         self._index = index
         self._listener = listener
+        self._dial = dial
+        self._chance = chance
         self._sequence = 0
         self._link_facts: Mapping[str, LinkFacts] = {}
         self._retry_now = asyncio.Event()
@@ -131,7 +146,7 @@ class Worker:
             backoff = BACKOFF_FIRST if reached else min(limit, 2 * backoff)
             self._retry_now.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(backoff * random.uniform(0.75, 1.25)):
+                async with asyncio.timeout(backoff * self._chance.uniform(0.75, 1.25)):
                     await self._retry_now.wait()
 
     async def _connect(self) -> bool:
@@ -141,7 +156,7 @@ class Worker:
         reached, reason = False, "closed"
         hello = worker_pb2.WatchRequest(protocol=our_versions())
         try:
-            async with _lease_channel(self.endpoint, self._lease) as channel:
+            async with self._dial(self.endpoint, self._lease) as channel:
                 try:
                     watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(hello)
                     async with asyncio.timeout(self._lease):
@@ -167,7 +182,7 @@ class Worker:
         except (grpc.aio.AioRpcError, PdserveError, TimeoutError, OSError) as error:
             reason = _say(error)
             if isinstance(error, grpc.aio.AioRpcError) and from_server(error):
-                self.alive_at = time.monotonic()
+                self.alive_at = asyncio.get_running_loop().time()
         if reached:
             # Who said before that it would go has not been lost.
             tell, event = (log.info, "worker_left") if self.draining else (log.warning, "worker_lost")
@@ -244,7 +259,7 @@ class Worker:
         self._link_facts = {link.peer: LinkFacts(link.bytes_per_second, link.path) for link in table.links}
 
 
-def _lease_channel(endpoint: str, lease: float) -> grpc.aio.Channel:
+def lease_channel(endpoint: str, lease: float) -> grpc.aio.Channel:
     """A channel whose pings find out within `lease` seconds that nobody is there any more."""
     half = max(50, round(lease * 500))
     ours = {

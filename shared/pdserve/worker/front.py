@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol
 
+import grpc.aio
 import structlog
 from msgspec.structs import replace
 
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.sequence import SequenceSpec
+from pdserve.rpc.channel import connect
 from pdserve.rpc.convert import layout_to_proto
 from pdserve.rpc.convert_link import Hello
 from pdserve.rpc.server import GrpcServer, Service, ServiceFailed
@@ -71,14 +73,24 @@ class RoleService(Protocol):
 class WorkerFront:
     """Engine, links, watch board, metrics and prefix client of one worker, and the loop that hands messages on."""
 
-    def __init__(self, settings: WorkerSettings, role: str, worker_id: str) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: str,
+        worker_id: str,
+        *,
+        incarnation: str = "",
+        engine: EngineClient | None = None,
+        dial: Callable[[str], grpc.aio.Channel] = connect,
+    ) -> None:
+        """`incarnation` tells this process from others of its id; empty: it is drawn."""
         self.settings, self.role, self.worker_id = settings, role, worker_id
-        self.incarnation = secrets.token_hex(8)
+        self.incarnation = incarnation or secrets.token_hex(8)
         self.node = socket.gethostname()
-        self.engine = EngineClient(settings.for_engine(role))
+        self.engine = engine or EngineClient(settings.for_engine(role))
         self.board = WatchBoard()
         self.metrics = WorkerMetrics(self.worker_id, role, settings.model_name)
-        self.links = Links(self.engine.send_link, self._on_report)
+        self.links = Links(self.engine.send_link, self._on_report, dial)
         self.prefix: PrefixClient | None = None
         self.started: EngineStarted | None = None
         self._sent = SentPrompts()

@@ -70,9 +70,11 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         self,
         tell_engine: Callable[[LinkMessage], None],
         on_report: Callable[[TransferReport], None] = lambda report: None,
+        dial: Callable[[str], grpc.aio.Channel] = connect,
     ) -> None:
         self._tell_engine = tell_engine
         self._on_report = on_report
+        self._connect = dial
         self._hello: Hello | None = None
         self._facts = Facts()
         self._epochs = itertools.count(1)
@@ -235,7 +237,7 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         ours = self._ours()
         failure: PdserveError | None = None
         try:
-            async with connect(endpoint) as channel:
+            async with self._connect(endpoint) as channel:
                 stub: kv_pb2_grpc.LinkServiceAsyncStub = kv_pb2_grpc.LinkServiceStub(channel)
                 call = stub.Link()
                 try:

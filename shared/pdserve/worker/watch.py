@@ -80,7 +80,7 @@ class WatchBoard:
         self.suspended = ""  # why nobody may count on this worker for now
         # Hashes of the blocks that are reusable now: a mirror of the engine's index.
         self.stored: set[bytes] = set()
-        self._watchers: set[_Watcher] = set()
+        self._watchers: dict[_Watcher, None] = {}  # in the order in which they came
         self._left = asyncio.Event()  # set whenever a watcher leaves
         self._closed = False
 
@@ -139,7 +139,7 @@ class WatchBoard:
         if self.suspended:
             raise Unavailable(self.suspended)
         watcher = _Watcher(self.stored)
-        self._watchers.add(watcher)
+        self._watchers[watcher] = None
         try:
             told_draining = self.draining
             yield worker_pb2.WatchResponse(snapshot=self.snapshot)
@@ -171,7 +171,7 @@ class WatchBoard:
                 loop.call_later(PACE, pace.set)
                 await pace.wait()
         finally:
-            self._watchers.discard(watcher)
+            del self._watchers[watcher]
             self._left.set()
 
 
