@@ -1,0 +1,95 @@
+"""The router's and the workers' logic in virtual time, seed by seed; see world.py."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from pdserve.router.models import Models, load_models
+from tests.sim.loop import VirtualLoop, run
+from tests.sim.world import World
+from tests.tiny_models import EOS_ID, write_tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_tokenizer(folder)
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {EOS_ID}}}')
+    return load_models([f"tiny={folder}"], Path)
+
+
+# What is logged as an error and is in order here.
+EXPECTED_ERRORS = frozenset({"engine_stalled"})
+SEEDS = int(os.environ.get("PDSERVE_SIM_SEEDS", "500"))
+BLOCKS = 10
+
+
+def simulate(seed: int, models: Models, *, told: bool = False) -> World:
+    """One seed, to its end. `told`: what the code under test logs is among the events."""
+    made: list[World] = []
+
+    async def main(loop: VirtualLoop) -> None:
+        made.append(World(loop, seed, models))
+        with logs(made[0], told=told):
+            await made[0].run()
+
+    run(main)
+    return made[0]
+
+
+@contextmanager
+def logs(world: World, *, told: bool) -> Iterator[None]:
+    """What is logged as an error is a problem; the rest is an event, or nothing."""
+
+    def note(logger: Any, method: str, event: dict[str, Any]) -> Any:
+        about = " ".join(f"{key}={value}" for key, value in event.items())
+        if method == "error" and event["event"] not in EXPECTED_ERRORS:
+            world.problem(about)
+        elif told:
+            world.log(f"log {method} {about}")
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    level = logging.DEBUG if told else logging.ERROR
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, note],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def check(seed: int, models: Models) -> World:
+    world = simulate(seed, models)
+    if world.problems:
+        again = f"PDSERVE_SIM_SEED={seed} python -m pytest -s tests/sim/test_simulation.py -k replay"
+        pytest.fail("\n".join([*world.problems[:20], str(world.plan), f"again, with its events: {again}"]))
+    return world
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_seeds(block: int, models: Models) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(block, SEEDS, BLOCKS):
+        seen += check(seed, models).seen
+    print(dict(seen))
+
+
+@pytest.mark.skipif("PDSERVE_SIM_SEED" not in os.environ, reason="PDSERVE_SIM_SEED names the seed to replay")
+def test_replay(models: Models) -> None:
+    """A seed with all that happened, for reading."""
+    world = simulate(int(os.environ["PDSERVE_SIM_SEED"]), models, told=True)
+    print("\n".join([*world.events, str(world.plan), str(dict(world.seen))]))
+    assert not world.problems, "\n".join(world.problems)
