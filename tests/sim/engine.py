@@ -17,7 +17,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.scheduler import SchedulerConfig
 from pdserve.transfer.hub import LinkHub, LinkSettings
-from pdserve.transfer.messages import PULL_SUFFIX, pulled_ticket
+from pdserve.transfer.messages import PULL_SUFFIX, ControlMessage, pulled_ticket
 from pdserve.worker import messages as m
 from pdserve.worker.engine_turn import EngineTurn
 from tests.sim.fabric import SimLink
@@ -37,8 +37,9 @@ class SimEngine:
     """As EngineClient, with the engine itself. `blocks` is the size of its pool, `pace` seconds of a step beside
     what its tokens take."""
 
-    def __init__(self, world: World, process: Process, worker_id: str, config: SchedulerConfig, blocks: int) -> None:
-        self.world, self.process, self.worker_id = world, process, worker_id
+    def __init__(self, world: World, front: Process, worker_id: str, config: SchedulerConfig, blocks: int) -> None:
+        self.world, self.worker_id = world, worker_id
+        self.process = Process(f"{front.name} engine")
         self.slowness = 1.0
         self.kv = KVCache(LAYOUT, blocks, "cpu")
         self.runner = HashRunner(self.kv, self._computed)
@@ -52,7 +53,7 @@ class SimEngine:
             self.kv,
             LAYOUT,
             LinkSettings(frame_bytes=64, ring_bytes=64 * 256, target_bytes=32),
-            send_control=lambda peer, epoch, message: self._say_link(m.LinkControl(peer, epoch, message)),
+            send_control=self._say_control,
             established=lambda peer, epoch: self._say_link(m.LinkEstablished(peer, epoch)),
             closed=lambda peer, epoch, reason: self._say_link(m.LinkClosed(peer, epoch, reason)),
             notify=self._notify,
@@ -62,8 +63,9 @@ class SimEngine:
         self.turn = EngineTurn(self.engine, self.kv, self.hub, self.hub.stats, self._say, VOCAB_SIZE)
         self._inbox: deque[m.ToEngine] = deque()
         self._wake = asyncio.Event()
-        self._to_engine, self._to_front = self._pipe(), self._pipe()
-        self._links_in, self._links_out = self._pipe(), self._pipe()
+        ours = self.process
+        self._to_engine, self._to_front = Pipe(world.network, front, ours), Pipe(world.network, ours, front)
+        self._links_in, self._links_out = Pipe(world.network, front, ours), Pipe(world.network, ours, front)
         self._told: asyncio.Queue[m.FromEngine] = asyncio.Queue()
         self._link_told: asyncio.Queue[m.LinkMessage] = asyncio.Queue()
 
@@ -76,7 +78,8 @@ class SimEngine:
         pass
 
     async def start(self, progress: object) -> m.EngineStarted:
-        self._running = asyncio.create_task(self._run(), name=f"engine of {self.worker_id}")
+        with self.process.entered():
+            self._running = asyncio.create_task(self._run(), name=f"engine of {self.worker_id}")
         return m.EngineStarted(
             layout=LAYOUT,
             max_model_len=MAX_MODEL_LEN,
@@ -187,11 +190,17 @@ class SimEngine:
         self.world.log(f"{self.worker_id} {_brief(message)}")
         self._to_front.send(self._told.put_nowait, message)
 
+    def _say_control(self, peer: str, epoch: int, message: ControlMessage) -> None:
+        self._say_link(m.LinkControl(peer, epoch, message))
+        self.world.nemesis.echo(self, peer, epoch, message)
+
+    def hear_again(self, peer: str, epoch: int, message: ControlMessage) -> None:
+        """A word of the peer's that came before."""
+        self.hub.on_control(peer, epoch, message)
+        self.pump()
+
     def _say_link(self, message: m.LinkMessage) -> None:
         self._links_out.send(self._link_told.put_nowait, message)
-
-    def _pipe(self) -> Pipe:
-        return Pipe(self.world.network, self.process, self.process)
 
 
 def _brief(message: m.FromEngine) -> str:

@@ -6,7 +6,6 @@ order, one at a time, each with a latency of its own.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +49,7 @@ class SimLink(Link):
         self.name = next(engine.world.link_names)
         self._mover = PageMover(common.kv, common.layout)
         self._arrived = Received()
+        self._buffer = torch.empty(common.settings.frame_bytes, dtype=torch.uint8)
         self._data: Pipe | None = None
         self._other: SimLink | None = None
         self._sending = False
@@ -104,10 +104,9 @@ class SimLink(Link):
         """The next frame, where none is on its way out."""
         if self._sending or self._data is None or self._other is None:
             return
-        buffer = torch.empty(self._common.settings.frame_bytes, dtype=torch.uint8)
-        if size := self.sender._prepare(buffer, self._mover, wait=False):
+        if size := self.sender._prepare(self._buffer, self._mover, wait=False):
             self._sending = True
-            self._data.send(self._other.land, buffer[:size].numpy().tobytes())
+            self._data.send(self._other.land, self._buffer[:size].numpy().tobytes())
             self.engine.later(self._sent, self.engine.world.network.latency())
 
     def _sent(self) -> None:
@@ -134,7 +133,3 @@ class SimLink(Link):
                 receiver._land(announce, frame, self._mover)
             else:
                 return
-
-
-def names() -> itertools.count[int]:
-    return itertools.count(1)

@@ -23,10 +23,11 @@ class Stuck(AssertionError):
 
 
 class Process:
-    """One process: the tasks and timers that were made in it. It is `alive` until it is killed."""
+    """One process: the tasks and timers that were made in it. It is `alive` until it is killed. `check` is called after
+    each message that came to it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, check: Callable[[], None] = lambda: None) -> None:
+        self.name, self.check = name, check
         self.alive = True
         self.stopped = False
         self.tasks: dict[asyncio.Task[Any], None] = {}

@@ -1,7 +1,7 @@
 """gRPC between simulated processes: the generated stubs and servicers run over it as over grpc.aio.
 
-A message is bytes on its way, in order within its stream, after a latency that the seed draws. A process that is stopped
-takes its messages later, one that was killed takes none, and who was connected to it hears of a reset.
+A message is bytes on its way, in order within its stream, after a latency that the seed draws. A process that is
+stopped takes its messages later, one that was killed takes none, and who was connected to it hears of a reset.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Pipe:
     def _arrive(self, deliver: Callable[..., None], args: tuple[Any, ...]) -> None:
         if self._target.alive:
             deliver(*args)
+            self._target.check()
 
 
 class Server:
@@ -185,6 +186,9 @@ class Call:
     async def write(self, message: Any) -> None:
         if self._done:
             raise asyncio.InvalidStateError("RPC already finished.")
+        if self.server is None:
+            await self.initial_metadata()  # there will be none
+            self._raise_for_status()
         self._log(">", payload := self._serialize(message))
         self._up.send(self._take_request, payload)
 

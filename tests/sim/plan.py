@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tests.sim.client import Request
+from tests.sim.faults import FAULTS
 from tests.sim.model import LETTERS
 
 SPAN = 3.0  # seconds in which clients come
@@ -15,7 +16,8 @@ LONGEST, ANSWER = 40, 12  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`faults` are names of Nemesis's methods, with the time of each."""
+    """`faults` are names of Nemesis's methods, with the time of each, `echoes` the share of link control that is heard
+    twice."""
 
     prefills: int
     decodes: int
@@ -23,7 +25,8 @@ class Plan:
     blocks: dict[str, int]
     seats: int
     requests: tuple[Request, ...]
-    faults: tuple[tuple[float, str], ...] = ()
+    faults: tuple[tuple[float, str], ...]
+    echoes: float
 
     @classmethod
     def draw(cls, rng: random.Random) -> Self:
@@ -37,6 +40,8 @@ class Plan:
             blocks={"prefill": rng.choice([15, 20, 40]), "decode": rng.choice([16, 20, 30])},
             seats=rng.choice([3, 8]),
             requests=requests,
+            faults=tuple((rng.uniform(0.0, SPAN), rng.choice(FAULTS)) for _ in range(rng.choice([0, 1, 2, 3, 6]))),
+            echoes=rng.choice([0.0, 0.0, 0.1]),
         )
 
 

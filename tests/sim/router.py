@@ -39,7 +39,7 @@ class SimRouter:
     def start(self) -> None:
         world = self.world
         self.incarnations += 1
-        self.process = process = Process(f"{self.name}/{self.incarnations}")
+        self.process = process = Process(f"{self.name}/{self.incarnations}", self.check)
         chance = random.Random(world.rng.getrandbits(64))
         with process.entered():
             self.service = InferenceService(self._settings)
@@ -66,14 +66,8 @@ class SimRouter:
         """Sums in its ledgers never go below nothing."""
         for worker in self.fleet.workers:
             ledger = worker.ledger
-            sums = (
-                ledger.outstanding_tokens,
-                ledger.in_flight_tokens,
-                ledger.in_flight_squares,
-                ledger.in_flight_blocks,
-                ledger.sequences,
-            )
-            if min(sums) < 0:
+            flying = min(ledger.in_flight_tokens, ledger.in_flight_squares, ledger.in_flight_blocks)
+            if min(flying, ledger.outstanding_tokens, ledger.sequences) < 0:
                 self.world.problem(f"{self.name}'s ledger of {worker.worker_id} went below nothing: {ledger}")
 
     def leftovers(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections import Counter
@@ -20,11 +21,14 @@ from tests.tiny_models import EOS_ID, write_tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     folder = tmp_path_factory.mktemp("tiny")
     write_tiny_tokenizer(folder)
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": {EOS_ID}}}')
-    return load_models([f"tiny={folder}"], Path)
+    made = load_models([f"tiny={folder}"], Path)
+    gc.freeze()  # what torch and others have loaded need not be looked through again with every seed
+    yield made
+    gc.unfreeze()
 
 
 # What is logged as an error and is in order here.

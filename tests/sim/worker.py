@@ -51,7 +51,6 @@ class SimWorker:
     def __init__(self, world: World, name: str, role: str, endpoint: str, *, blocks: int, seats: int) -> None:
         self.world, self.name, self.role, self.endpoint = world, name, role, endpoint
         self.incarnations = 0
-        self.slowness = 1.0
         self._blocks = blocks
         lookahead, batched = 4, 16
         self._config = SchedulerConfig(MAX_MODEL_LEN, seats, batched, lookahead, watermark_blocks=1)
@@ -75,7 +74,6 @@ class SimWorker:
         self.process = process = Process(f"{self.name}/{self.incarnations}")
         with process.entered():
             self.engine = SimEngine(world, process, self.name, self._config, self._blocks)
-            self.engine.slowness = self.slowness
             self.front = WorkerFront(
                 self._settings,
                 self.role,
@@ -95,6 +93,7 @@ class SimWorker:
     def kill(self) -> None:
         """SIGKILL: its pages are gone, and everybody who was connected hears of a reset."""
         self.process.kill(self.world.loop)
+        self.engine.process.kill(self.world.loop)
         self.world.network.reset(self.process)
         for link in [link for link in self.world.links.values() if link.engine is self.engine]:
             del self.world.links[link.name]

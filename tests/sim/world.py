@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdserve.router.models import Models
-from tests.sim.client import Client, Request
+from tests.sim.client import Client
 from tests.sim.fabric import SimLink
 from tests.sim.faults import Nemesis
 from tests.sim.loop import Process, VirtualLoop
@@ -48,9 +48,7 @@ class World:
             for at, (role, n) in enumerate(roles, 1)
         ]
         endpoints = [worker.endpoint for worker in self.workers]
-        self.routers = [
-            SimRouter(self, f"r{n}", f"10.0.1.{n}:1", models, endpoints) for n in range(plan.routers)
-        ]
+        self.routers = [SimRouter(self, f"r{n}", f"10.0.1.{n}:1", models, endpoints) for n in range(plan.routers)]
         self.nemesis = Nemesis(self, random.Random(f"{seed} faults"))
 
     def log(self, line: str) -> None:
@@ -71,13 +69,11 @@ class World:
             clients = [Client(self, request, people) for request in self.plan.requests]
             asking = [self.loop.create_task(client.run(), name=client.request.name) for client in clients]
         breaking = self.loop.create_task(self.nemesis.run(), name="nemesis")
-        watching = self.loop.create_task(self._watch(), name="watch")
         try:
             await self.within(PATIENCE, asking)
             await self.within(PATIENCE, [breaking])
             await self._settle()
         finally:
-            watching.cancel()
             self.seen.update(client.outcome or "hung" for client in clients)
             await self._stop()
 
@@ -93,14 +89,6 @@ class World:
             elif not task.cancelled() and (error := task.exception()) is not None:
                 self.problem(f"{task.get_name()}: {error!r}")
 
-    async def _watch(self) -> None:
-        """Books that are not looked at by who changes them."""
-        while True:
-            for router in self.routers:
-                if router.process.alive:
-                    router.check()
-            await asyncio.sleep(0.001)
-
     async def _settle(self) -> None:
         """Wait until nobody holds anything."""
         until, left = self.loop.time() + QUIET, ["not looked yet"]
@@ -115,7 +103,7 @@ class World:
     async def _stop(self) -> None:
         for node in (*self.routers, *self.workers):
             if node.process.alive:
-                node.process.kill(self.loop)
+                node.kill()
         await asyncio.sleep(10.0)  # for whoever unwinds with a timeout
         mine = asyncio.current_task()
         left = [task for task in asyncio.all_tasks() if task is not mine]
