@@ -200,8 +200,6 @@ class Call:
             except asyncio.CancelledError:
                 self.cancel()
                 raise
-        if self._cancelled:
-            raise asyncio.CancelledError
         return ()
 
     def __aiter__(self) -> AsyncIterator[Any]:
