@@ -139,7 +139,9 @@ class Engine:
         self._start_clocks(batch)
         started = self.clock()
         sampled = self._runner.run(batch, self._layer_hook(batch), self.on_forward)
-        self._count(batch, sampled, self.clock() - started)
+        seconds = self.clock() - started
+        self._count(batch, sampled, seconds)
+        self._measure(batch, seconds)
         self._postprocess(batch, sampled, began)
 
     def take_outputs(self) -> Outputs:
@@ -220,7 +222,6 @@ class Engine:
 
     def _postprocess(self, batch: Sequence[Scheduled], sampled: Sequence[SampledToken], began: int) -> None:
         now, tokens = time.time_ns(), iter(sampled)
-        self._measure(batch, (now - began) / 1e9)
         for scheduled in batch:
             sequence, samples, prefill = scheduled.sequence, scheduled.samples, scheduled.sequence.in_prefill
             self.scheduler.computed(sequence, scheduled.count)
