@@ -29,6 +29,7 @@ class SimRouter:
     def __init__(self, world: World, name: str, endpoint: str, models: Models, workers: list[str]) -> None:
         self.world, self.name, self.endpoint = world, name, endpoint
         self.process = Process(name)
+        self.process.alive = False
         self.incarnations = 0
         self.service: InferenceService
         self.fleet: Fleet
@@ -37,6 +38,9 @@ class SimRouter:
         self._settings = _settings().model_copy(update=update)
 
     def start(self) -> None:
+        """A new process, unless one runs."""
+        if self.process.alive:
+            return
         world = self.world
         self.incarnations += 1
         self.process = process = Process(f"{self.name}/{self.incarnations}", self.check)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
 EXPECTED_ERRORS = frozenset({"engine_stalled"})
 SEEDS = int(os.environ.get("PDSERVE_SIM_SEEDS", "500"))
 BLOCKS = 10
+REPLAYED = 10
+ELSEWHERE = """
+import sys
+from pathlib import Path
+from pdserve.router.models import load_models
+from tests.sim.test_simulation import digests
+folder, start, stop = sys.argv[1:]
+print(*digests(range(int(start), int(stop)), load_models([f"tiny={folder}"], Path)), sep="\\n")
+"""
 
 
 def simulate(seed: int, models: Models, *, told: bool = False) -> World:
@@ -97,3 +109,22 @@ def test_replay(models: Models) -> None:
     world = simulate(int(os.environ["PDSERVE_SIM_SEED"]), models, told=True)
     print("\n".join([*world.events, str(world.plan), str(dict(world.seen))]))
     assert not world.problems, "\n".join(world.problems)
+
+
+def test_a_seed_is_one_story(models: Models) -> None:
+    """Whatever the addresses of objects and the hashes of strings are: the same events at the same times, here twice
+    and in two other processes."""
+    seeds = range(1000, 1000 + REPLAYED)
+    ours = digests(seeds, models)
+    assert digests(seeds, models) == ours
+    for hash_seed in ("1", "2"):
+        command = [sys.executable, "-c", ELSEWHERE, str(models.get("tiny").folder), str(seeds.start), str(seeds.stop)]
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ours
+
+
+def digests(seeds: Iterable[int], models: Models) -> list[str]:
+    """A hash of each seed's events."""
+    worlds = (simulate(seed, models) for seed in seeds)
+    return [hashlib.sha256("\n".join(world.events).encode()).hexdigest() for world in worlds]

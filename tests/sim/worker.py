@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MODEL = "tiny"
 STALL = 3.0  # seconds
+DRAIN = 60.0  # seconds; nothing that runs takes as long, whatever stops for a while
 _SETTINGS: dict[str, Any] = {"host": "127.0.0.1", "model": MODEL, "threads": 1, "engine_stall_seconds": STALL}
 _MAKE = {"prefill": make_prefill, "decode": make_decode}
 
@@ -68,7 +69,9 @@ class SimWorker:
         return self.process.alive
 
     def start(self) -> None:
-        """A new process, of a new incarnation."""
+        """A new process, of a new incarnation, unless one runs."""
+        if self.up:
+            return
         world = self.world
         self.incarnations += 1
         self.process = process = Process(f"{self.name}/{self.incarnations}")
@@ -100,10 +103,12 @@ class SimWorker:
 
     async def leave(self) -> None:
         """SIGTERM: drained, then gone."""
-        with self.process.entered():
-            work = self.world.loop.create_task(self.front.drain(), name=f"drain of {self.process.name}")
-        await self.world.within(30.0, [work])
-        self.kill()
+        process = self.process
+        with process.entered():
+            work = self.world.loop.create_task(self.front.drain(), name=f"drain of {process.name}")
+        await self.world.within(DRAIN, [work])
+        if self.process is process and self.up:
+            self.kill()
 
     def leftovers(self) -> list[str]:
         """What it still holds; empty where it is idle."""
