@@ -188,6 +188,12 @@ class SimEngine:
 
     def _say(self, message: m.FromEngine) -> None:
         self.world.log(f"{self.worker_id} {_brief(message)}")
+        seen = self.world.seen
+        if isinstance(message, m.StepDone):
+            seen.update(str(end.reason) for end in message.ends)
+            seen["pulled"] += sum(done.pulled_tokens > 0 for done in message.prompts)
+        else:
+            seen[type(message).__name__] += 1
         self._to_front.send(self._told.put_nowait, message)
 
     def _say_control(self, peer: str, epoch: int, message: ControlMessage) -> None:

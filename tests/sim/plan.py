@@ -10,7 +10,7 @@ from tests.sim.client import Request
 from tests.sim.faults import FAULTS
 from tests.sim.model import LETTERS
 
-SPAN = 3.0  # seconds in which clients come
+SPAN = 0.6  # seconds in which clients come and things break: so short that they meet
 LONGEST, ANSWER = 40, 12  # tokens
 
 
@@ -31,7 +31,7 @@ class Plan:
     @classmethod
     def draw(cls, rng: random.Random) -> Self:
         families = [_text(rng, LONGEST) for _ in range(2)]
-        count = rng.randint(4, 9)
+        count = rng.randint(4, 10)
         requests = tuple(_request(rng, str(number), families) for number in range(count))
         return cls(
             prefills=rng.choice([1, 1, 2, 2, 2]),
@@ -40,7 +40,7 @@ class Plan:
             blocks={"prefill": rng.choice([15, 20, 40]), "decode": rng.choice([16, 20, 30])},
             seats=rng.choice([3, 8]),
             requests=requests,
-            faults=tuple((rng.uniform(0.0, SPAN), rng.choice(FAULTS)) for _ in range(rng.choice([0, 1, 2, 3, 6]))),
+            faults=tuple((rng.uniform(0.0, SPAN), rng.choice(FAULTS)) for _ in range(rng.choice([0, 1, 2, 3, 5]))),
             echoes=rng.choice([0.0, 0.0, 0.1]),
         )
 

@@ -39,6 +39,8 @@ EXPECTED_ERRORS = frozenset({"engine_stalled"})
 SEEDS = int(os.environ.get("PDSERVE_SIM_SEEDS", "500"))
 BLOCKS = 10
 REPLAYED = 10
+# What every block of seeds must have come across.
+MUST_HAPPEN = {"Rearmed", "AttemptFailed", "TicketReady", "KvCommitted", "pulled", "no_capacity", "cancelled"}
 ELSEWHERE = """
 import sys
 from pathlib import Path
@@ -101,6 +103,8 @@ def test_seeds(block: int, models: Models) -> None:
     for seed in range(block, SEEDS, BLOCKS):
         seen += check(seed, models).seen
     print(dict(seen))
+    if SEEDS >= 500:
+        assert not MUST_HAPPEN - seen.keys(), f"{MUST_HAPPEN - seen.keys()} never happened: these seeds test too little"
 
 
 @pytest.mark.skipif("PDSERVE_SIM_SEED" not in os.environ, reason="PDSERVE_SIM_SEED names the seed to replay")
