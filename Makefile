@@ -98,7 +98,8 @@ bench-simulator: $(STAMP)  ## How fast is the simulator, and do policies rank as
 bench-router: $(STAMP)  ## What does the router cost: decisions, first tokens, gaps, relaying?
 	$(BIN)/python benchmarks/router.py
 
-soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail; 100,000 fuzzed messages.
+soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail; as many simulated fleets; 100,000 fuzzed messages.
+	PDSERVE_SIM_SEEDS=10000 $(PYTEST) tests/sim
 	PDSERVE_LIFECYCLES=10000 $(PYTEST) -s tests/chaos/test_lifecycles.py
 	PDSERVE_FUZZ=100000 $(PYTEST) -s -m slow tests/chaos/test_fuzz.py
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pdserve.router.config import RouterSettings
 from pdserve.router.fleet import Fleet
+from pdserve.router.ledger import Ledger
 from pdserve.router.links import Links
 from pdserve.router.models import Models
 from pdserve.router.service import InferenceService
@@ -72,7 +73,7 @@ class SimRouter:
             ledger = worker.ledger
             flying = min(ledger.in_flight_tokens, ledger.in_flight_squares, ledger.in_flight_blocks)
             if min(flying, ledger.outstanding_tokens, ledger.sequences) < 0:
-                self.world.problem(f"{self.name}'s ledger of {worker.worker_id} went below nothing: {ledger}")
+                self.world.problem(f"{self.name}'s ledger of {worker.worker_id} went below nothing: {_sums(ledger)}")
 
     def leftovers(self) -> list[str]:
         """What it still holds; empty where it is idle."""
@@ -81,7 +82,7 @@ class SimRouter:
             ledger = worker.ledger
             sums = (ledger.outstanding_tokens, ledger.sequences, ledger.in_flight_tokens, ledger.in_flight_blocks)
             if any(sums):
-                left.append(f"{self.name}'s ledger of {worker.worker_id} keeps {ledger}")
+                left.append(f"{self.name}'s ledger of {worker.worker_id} keeps {_sums(ledger)}")
             if worker.session is not None and worker.session._sinks:
                 left.append(f"{self.name}'s session with {worker.worker_id} keeps {len(worker.session._sinks)} tickets")
         if waiting := self.service.waiting(""):
@@ -92,6 +93,11 @@ class SimRouter:
             if task.get_name().startswith(("prefill ", "place ")):
                 left.append(f"{self.name} left {task.get_name()}")
         return left
+
+
+def _sums(ledger: Ledger) -> str:
+    flying = f"{ledger.in_flight_tokens} tokens and {ledger.in_flight_blocks} blocks in flight"
+    return f"{ledger.sequences} sequences with {ledger.outstanding_tokens} tokens, {flying}"
 
 
 _made: list[RouterSettings] = []

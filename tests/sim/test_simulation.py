@@ -37,10 +37,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
 # What is logged as an error and is in order here.
 EXPECTED_ERRORS = frozenset({"engine_stalled"})
 SEEDS = int(os.environ.get("PDSERVE_SIM_SEEDS", "500"))
-BLOCKS = 10
+BLOCK = 50
 REPLAYED = 10
 # What every block of seeds must have come across.
-MUST_HAPPEN = {"Rearmed", "AttemptFailed", "TicketReady", "KvCommitted", "pulled", "no_capacity", "cancelled"}
+MUST_HAPPEN = {"Rearmed", "AttemptFailed", "TicketReady", "KvCommitted", "pulled", "preempted", "cancelled"}
 ELSEWHERE = """
 import sys
 from pathlib import Path
@@ -97,14 +97,15 @@ def check(seed: int, models: Models) -> World:
     return world
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
-def test_seeds(block: int, models: Models) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("start", range(0, SEEDS, BLOCK))
+def test_seeds(start: int, models: Models) -> None:
+    """Every answer is right and whole, whatever breaks; books add up after each event, and nothing is left behind."""
     seen: Counter[str] = Counter()
-    for seed in range(block, SEEDS, BLOCKS):
+    for seed in range(start, start + BLOCK):
         seen += check(seed, models).seen
     print(dict(seen))
-    if SEEDS >= 500:
-        assert not MUST_HAPPEN - seen.keys(), f"{MUST_HAPPEN - seen.keys()} never happened: these seeds test too little"
+    assert not MUST_HAPPEN - seen.keys(), f"{MUST_HAPPEN - seen.keys()} never happened: these seeds test too little"
 
 
 @pytest.mark.skipif("PDSERVE_SIM_SEED" not in os.environ, reason="PDSERVE_SIM_SEED names the seed to replay")
