@@ -7,7 +7,7 @@ requests and steps, read between steps, and one for link control, read at once.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -61,6 +61,7 @@ class SimEngine:
             make_link=partial(SimLink, self),
         )
         self.turn = EngineTurn(self.engine, self.kv, self.hub, self.hub.stats, self._say, VOCAB_SIZE)
+        self.open: Counter[str] = Counter()  # tickets that were begun and have not ended
         self._inbox: deque[m.ToEngine] = deque()
         self._wake = asyncio.Event()
         ours = self.process
@@ -145,7 +146,10 @@ class SimEngine:
     async def _one_turn(self) -> None:
         self.turn.take_events()
         while self._inbox:
-            self.turn.handle(self._inbox.popleft())
+            message = self._inbox.popleft()
+            if isinstance(message, m.StartPrefill | m.Reserve):
+                self.open[message.ticket] += 1
+            self.turn.handle(message)
         self.turn.end_late()
         self.pump()
         if self.engine.has_work:
@@ -190,7 +194,11 @@ class SimEngine:
         self.world.log(f"{self.worker_id} {_brief(message)}")
         seen = self.world.seen
         if isinstance(message, m.StepDone):
-            seen.update(str(end.reason) for end in message.ends)
+            for end in message.ends:
+                seen[str(end.reason)] += 1
+                self.open[end.ticket] -= 1
+                if self.open[end.ticket] < 0:
+                    raise IntegrityError(f"{end.ticket} ended once too often: {end}")
             seen["pulled"] += sum(done.pulled_tokens > 0 for done in message.prompts)
         else:
             seen[type(message).__name__] += 1

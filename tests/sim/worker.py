@@ -115,6 +115,7 @@ class SimWorker:
         engine, handoff = self.engine.engine, self.engine.turn.handoff
         common = self.engine.hub._common
         held = {
+            "tickets without an end": self.engine.open.total(),
             "pages": engine.scheduler.pool.num_owned,
             "sequences": len(engine.scheduler),
             "loans": len(engine.scheduler._lent),
