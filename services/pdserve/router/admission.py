@@ -61,7 +61,7 @@ class Visit:
     door: Door
     wishes: Wishes
     measure: Measure
-    arrived: float = 0.0
+    arrived: float
     taken: int = 0
     prompt_tokens: int = 0
 
