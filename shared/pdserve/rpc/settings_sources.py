@@ -23,7 +23,15 @@ from pdserve.rpc.settings_help import Help
 ENV_PREFIX = "PDSERVE_"
 # Variables that are no service's setting: the model cache, the client commands' router, and what the soak takes.
 OTHER_VARIABLES = frozenset(
-    {"PDSERVE_CACHE", "PDSERVE_LIFECYCLES", "PDSERVE_SEED", "PDSERVE_SIM_SEED", "PDSERVE_SIM_SEEDS", "PDSERVE_TARGET"}
+    {
+        "PDSERVE_CACHE",
+        "PDSERVE_FUZZ",
+        "PDSERVE_LIFECYCLES",
+        "PDSERVE_SEED",
+        "PDSERVE_SIM_SEED",
+        "PDSERVE_SIM_SEEDS",
+        "PDSERVE_TARGET",
+    }
 )
 TEST_PREFIX = "PDSERVE_TEST_"
 # Said for one process only: a file or a variable that many share must not say them.
