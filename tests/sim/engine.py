@@ -202,6 +202,9 @@ class SimEngine:
             seen["pulled"] += sum(done.pulled_tokens > 0 for done in message.prompts)
         else:
             seen[type(message).__name__] += 1
+            if isinstance(message, m.AttemptFailed) and "frame" in message.reason:
+                # Links keep order here, so whatever broke, frames that do not fit are somebody's mistake.
+                self.world.problem(f"{self.worker_id}: {message}")
         self._to_front.send(self._told.put_nowait, message)
 
     def _say_control(self, peer: str, epoch: int, message: ControlMessage) -> None:

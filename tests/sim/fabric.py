@@ -7,12 +7,14 @@ order, one at a time, each with a latency of its own.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from pdserve.core.errors import PdserveError
+from pdserve.transfer.attempts import Incoming
 from pdserve.transfer.common import Common
 from pdserve.transfer.link import Endings, Link
 from pdserve.transfer.messages import Announce, Commit, Credit, StoreSet
@@ -52,7 +54,7 @@ class SimLink(Link):
         self._buffer = torch.empty(common.settings.frame_bytes, dtype=torch.uint8)
         self._data: Pipe | None = None
         self._other: SimLink | None = None
-        self._sending = False
+        self._sending = self._copying = False
 
     def start(self) -> None:
         """With the lock held: tell the other end our name."""
@@ -122,7 +124,7 @@ class SimLink(Link):
     def _receive(self) -> None:
         receiver, ring = self.receiver, self._ring
         assert receiver is not None and ring is not None
-        while not self.closed and receiver._inbox:
+        while not (self.closed or self._copying) and receiver._inbox:
             head = receiver._inbox[0]
             if isinstance(head, Commit):
                 receiver._inbox.popleft()
@@ -130,6 +132,37 @@ class SimLink(Link):
             elif isinstance(head, Announce) and self._arrived.frames:
                 receiver._inbox.popleft()
                 announce, frame, _ = receiver._receive(self._arrived, ring, head)  # type: ignore[arg-type]
-                receiver._land(announce, frame, self._mover)
+                self._copy(announce, frame)
             else:
                 return
+
+    def _copy(self, announce: Announce, frame: torch.Tensor) -> None:
+        """Put a frame in its pages, which takes a while: until then its attempt is busy."""
+        common = self._common
+        with common.lock:
+            incoming = common.incoming.live(announce.ticket, announce.attempt, self.peer)
+            if incoming is not None:
+                incoming.busy = self._copying = True
+        if incoming is None:
+            self._land(announce, frame)
+        else:
+            seconds = self.engine.world.network.latency()
+            self.engine.later(partial(self._copied, announce, frame, incoming), seconds)
+
+    def _copied(self, announce: Announce, frame: torch.Tensor, incoming: Incoming) -> None:
+        self._copying = False
+        if not incoming.over:
+            incoming.busy = False  # until it is really let in, below
+            self._land(announce, frame)
+        else:  # it ended in the midst: what was begun is written all the same, and only then it lets go
+            layers = range(announce.layer_start, announce.layer_start + announce.layer_count)
+            tokens = range(announce.token_start, announce.token_start + announce.token_count)
+            self._mover.scatter(layers, incoming.slots, tokens, frame, None)
+            with self._common.lock:
+                incoming.landing.accept(announce.number, layers.start, len(layers), tokens.start, len(tokens))
+                self._common.incoming.leave(incoming)
+        self.pump()
+
+    def _land(self, announce: Announce, frame: torch.Tensor) -> None:
+        assert self.receiver is not None
+        self.receiver._land(announce, frame, self._mover)
