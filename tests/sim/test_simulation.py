@@ -39,8 +39,8 @@ EXPECTED_ERRORS = frozenset({"engine_stalled"})
 SEEDS = int(os.environ.get("PDSERVE_SIM_SEEDS", "500"))
 BLOCK = 50
 REPLAYED = 10
-# What every block of seeds must have come across.
-MUST_HAPPEN = {"Rearmed", "AttemptFailed", "TicketReady", "KvCommitted", "pulled", "preempted", "cancelled"}
+# What every block of seeds must have come across: there are dozens of each in it.
+MUST_HAPPEN = {"Rearmed", "AttemptFailed", "TicketReady", "KvCommitted", "cancelled", "done", "left"}
 ELSEWHERE = """
 import sys
 from pathlib import Path
