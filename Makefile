@@ -115,7 +115,8 @@ bench-overload: $(STAMP)  ## What is left of the goodput at three times capacity
 soak-memory: $(STAMP)  ## Does memory grow in MINUTES (60) of mixed load at speed? 5 minutes with QUICK=1.
 	$(BIN)/python benchmarks/memory.py $(if $(QUICK),--minutes 5 --settle 60,--minutes $(or $(MINUTES),60))
 
-soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail; 100,000 fuzzed messages.
+soak: $(STAMP)  ## 10,000 request lifecycles while links, engines and clients fail; as many simulated fleets; 100,000 fuzzed messages.
+	PDSERVE_SIM_SEEDS=10000 $(PYTEST) tests/sim
 	PDSERVE_LIFECYCLES=10000 $(PYTEST) -s tests/chaos/test_lifecycles.py
 	PDSERVE_FUZZ=100000 $(PYTEST) -s -m slow tests/chaos/test_fuzz.py
 

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import pkgutil
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pdserve.launch import ModelPart
 from pdserve.router.config import RouterSettings
 from pdserve.router.fleet import Fleet
 from pdserve.router.models import Models
+from pdserve.router.worker import lease_channel
 from pdserve.rpc.access import PLAIN, Access, Secret
 from pdserve.rpc.channel import connect
 from pdserve.testing import Cluster
@@ -119,7 +121,8 @@ async def test_a_command_that_asks_workers_is_told_where_the_secret_is(
 
 async def test_a_router_with_another_secret_has_no_workers_and_says_why_once(cluster: Cluster) -> None:
     settings = RouterSettings(worker=[cluster.workers["decode-0"].endpoint], startup_seconds=0)
-    fleet, looks = Fleet(settings, Models(()), STRANGERS["another secret"]), asyncio.Queue[None]()
+    dial = partial(lease_channel, access=STRANGERS["another secret"])
+    fleet, looks = Fleet(settings, Models(()), dial=dial), asyncio.Queue[None]()
     fleet.on_membership.append(lambda: looks.put_nowait(None))
     with capture_logs() as logs:
         async with fleet, asyncio.timeout(30):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 
 import structlog
 
@@ -16,6 +17,7 @@ from pdserve.router.links import Links
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.models import Models, load_models, model_sources
 from pdserve.router.service import SERVICE, InferenceService
+from pdserve.router.worker import lease_channel
 from pdserve.rpc.access import access_of
 from pdserve.rpc.channel import PUBLIC_MESSAGE_BYTES
 from pdserve.rpc.server import GrpcServer, warn_where_open
@@ -47,7 +49,7 @@ async def serve(settings: RouterSettings) -> None:
                 progress=lambda line: server.launcher.report("progress", stage=line),
             )
         models = await asyncio.to_thread(load_models, settings.model, folders.__getitem__)
-        fleet = Fleet(settings, models, access)
+        fleet = Fleet(settings, models, dial=partial(lease_channel, access=access))
         service.start(models, fleet)
         metrics.start(models, fleet, service.waiting)
         server.on_drain.append(service.drain)

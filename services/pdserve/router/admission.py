@@ -48,7 +48,8 @@ class Door:
     @asynccontextmanager
     async def entered(self, wishes: Wishes, measure: Measure) -> AsyncIterator[Visit]:
         """A request's scope, from its arrival to its end. Raises TenantLimited."""
-        began, visit = _now(), Visit(self, wishes, measure)
+        began = _now()
+        visit = Visit(self, wishes, measure, began)
         entered: list[Charged] = []
         try:
             for account in self._accounts(wishes):
@@ -81,11 +82,13 @@ class Charged:
 
 @dataclass(slots=True)
 class Visit:
-    """One request that has entered. `taken` tokens are charged to its accounts, for a prompt of `prompt_tokens`."""
+    """One request that has entered. `taken` tokens are charged to its accounts, for a prompt of `prompt_tokens`.
+    `arrived` is in the loop's time."""
 
     door: Door
     wishes: Wishes
     measure: Measure
+    arrived: float
     accounts: tuple[Charged, ...] = ()
     taken: int = 0
     prompt_tokens: int = 0
@@ -139,8 +142,8 @@ class Visit:
             expected=self.door.expected(model),
             targets=self.wishes.targets,
             stated=self.wishes.stated,
-            waited=self.measure.timeline.waited,
-            draw=self.measure.timeline.arrived,
+            waited=_now() - self.arrived,
+            draw=round(1e9 * self.arrived),
         )
         admission = self._ask(resolved, request, ahead, deadline)
         if not admission.admitted:  # then what is cached decides, and is worth hashing the prompt for

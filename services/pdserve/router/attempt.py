@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import grpc.aio
 
@@ -46,6 +48,13 @@ async def run_prefill(
         if not complete:
             lost = failure.code() is grpc.StatusCode.UNAVAILABLE and not from_server(failure)
             sink(PrefillFailed(request.attempt, error_from_call(failure), lost))
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Not this task was cancelled but the call, by its channel: the worker was silent for a lease.
+        if not complete:
+            sink(PrefillFailed(request.attempt, Unavailable("connection to the prefill worker lost"), lost=True))
     finally:
         call.cancel()
         if entry is not None:

@@ -116,7 +116,7 @@ class Dispatcher:
             raise
         finally:
             if waiting in queue.waiting:
-                queue.leave(waiting, served=False)
+                queue.leave(waiting, served=False, now=loop.time())
                 self.wake()  # it may have been the head
 
     def refused(self, refusals: Refusals, worker: Worker) -> None:
@@ -257,7 +257,8 @@ class Dispatcher:
 
     def _leave(self, queue: ModelQueue, item: Waiting, outcome: Assignment | Exception) -> None:
         """Its wait is over."""
-        queue.leave(item, served=isinstance(outcome, Assignment))
+        now = asyncio.get_running_loop().time()
+        queue.leave(item, served=isinstance(outcome, Assignment), now=now)
         open_future = item.future if item.future is not None and not item.future.done() else None
         if isinstance(outcome, Assignment):
             if open_future is None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import secrets
+import random
 import socket
-import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Self
 
@@ -20,8 +19,7 @@ from pdserve.policy.prefix_index import PrefixIndex
 from pdserve.router.config import RouterSettings
 from pdserve.router.models import ModelFacts, Models, ServedModel
 from pdserve.router.views import ModelViews
-from pdserve.router.worker import Worker
-from pdserve.rpc.access import PLAIN, Access
+from pdserve.router.worker import Dial, Worker, lease_channel
 from pdserve.rpc.endpoint import parse_endpoint
 
 log = structlog.get_logger(__name__)
@@ -37,13 +35,21 @@ class Fleet:
     one comes, goes or starts to drain.
     """
 
-    def __init__(self, settings: RouterSettings, models: Models, access: Access = PLAIN) -> None:
-        """Workers are called with `access`."""
-        self.router_id = f"router-{secrets.token_hex(4)}"
+    def __init__(
+        self,
+        settings: RouterSettings,
+        models: Models,
+        *,
+        dial: Dial = lease_channel,
+        chance: random.Random | None = None,
+    ) -> None:
+        """`chance` draws names, which nobody may guess, and pauses; None: the system's."""
+        self.chance = chance or random.SystemRandom()
+        self.router_id = f"router-{self.chance.randbytes(4).hex()}"
         self.on_change: list[Callable[[], None]] = []
         self.on_membership: list[Callable[[], None]] = []
         self._settings = settings
-        self._access = access
+        self._dial = dial
         self._models = models
         self._names: dict[str, str] = {}  # what an address was resolved from, for its certificate
         self._targets = [parse_endpoint(target) for target in settings.worker]
@@ -95,7 +101,7 @@ class Fleet:
             self._silent = [worker for worker in self.workers if worker.snapshot is None]
         if not self._silent:
             return ()
-        alive = time.monotonic() - self._settings.startup_seconds
+        alive = asyncio.get_running_loop().time() - self._settings.startup_seconds
         return tuple(worker.endpoint for worker in self._silent if worker.alive_at > alive)
 
     def facts(self, model: ServedModel) -> ModelFacts | None:
@@ -157,15 +163,8 @@ class Fleet:
 
     def adopt(self, endpoint: str) -> Worker:
         """One more worker, which somebody else connects to."""
-        worker = Worker(
-            endpoint,
-            self.router_id,
-            self._settings.lease_seconds,
-            self._index,
-            self,
-            self._access,
-            self._names.get(endpoint, ""),
-        )
+        lease, name = self._settings.lease_seconds, self._names.get(endpoint, "")
+        worker = Worker(endpoint, self.router_id, lease, self._index, self, self._dial, self.chance, name)
         self._workers[endpoint], self._silent = worker, None
         return worker
 

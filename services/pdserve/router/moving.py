@@ -66,7 +66,7 @@ class Move:
             return
         spec = self._run.spec()
         spec = replace(spec, token_ids=spec.token_ids[:-1])  # the last one's KV may not be there yet
-        self.new = Ticket(assignment, spec, self._old)
+        self.new = Ticket(assignment, spec, self._run.ticket_name(), self._old)
         self.new.open()
         self._old.hand_off(self.new, len(spec.token_ids))
 

@@ -167,7 +167,7 @@ class RequestRun:
         self._tries, self._try_began = self._tries + 1, time.time_ns()
         log.debug("dispatched", decision=assignment.decision.kind, reason=assignment.decision.reason)
         try:
-            async with Ticket(assignment, self.spec()) as ticket:
+            async with Ticket(assignment, self.spec(), self.ticket_name()) as ticket:
                 handover = assignment.prefill is not None and assignment.decode is not None
                 self.timeline.dispatch(ticket.started, handover=handover)
                 follower = Follower(self, ticket)
@@ -207,6 +207,10 @@ class RequestRun:
             if worker is not None:
                 self.measure.workers[worker.worker_id] = None
         return assignment
+
+    def ticket_name(self) -> str:
+        """One that nobody may guess."""
+        return self._fleet.chance.randbytes(16).hex()
 
     def avoid(self, worker: Worker) -> None:
         """Keep away from a worker for a moment that did not take it over."""

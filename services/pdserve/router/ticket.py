@@ -7,7 +7,6 @@ a worker, rearm, and once the decode worker has agreed, prefill.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -71,8 +70,9 @@ class Ticket:
     events in one queue.
     """
 
-    def __init__(self, assignment: Assignment, spec: SequenceSpec, leaving: Ticket | None = None) -> None:
-        self.id = secrets.token_hex(16)
+    def __init__(self, assignment: Assignment, spec: SequenceSpec, name: str, leaving: Ticket | None = None) -> None:
+        """`name` is the ticket's id, which nobody may guess."""
+        self.id = name
         self.assignment = assignment
         self.started = time.monotonic_ns()
         self.attempt = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -146,8 +145,8 @@ class ModelQueue:
     def add(self, item: Waiting, work: PromptWork) -> None:
         self.waiting.add(item, item.wishes.tenant, item.rank, item.charge, work)
 
-    def leave(self, item: Waiting, *, served: bool) -> None:
-        """Does nothing where it does not wait."""
+    def leave(self, item: Waiting, *, served: bool, now: float) -> None:
+        """Does nothing where it does not wait. `now` is the loop's time."""
         if item not in self.waiting:
             return
         self.deferred.pop(item, None)
@@ -155,7 +154,7 @@ class ModelQueue:
         if served:
             self.waiting.serve(item)
             item.account.answer += item.answer_charge
-            self.pace.placed(time.monotonic(), others_wait=bool(self.waiting))
+            self.pace.placed(now, others_wait=bool(self.waiting))
         else:
             self.waiting.remove(item)
             if not self.waiting:

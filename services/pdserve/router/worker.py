@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import grpc
@@ -36,6 +35,11 @@ BACKOFF_STARTING = 0.3  # the limit for one that never answered: it is probably 
 _ROLES = {worker_pb2.ROLE_PREFILL: Role.PREFILL, worker_pb2.ROLE_DECODE: Role.DECODE}
 
 
+Dial = Callable[[str, float, str], grpc.aio.Channel]
+"""How to connect to host:port, so that a peer's silence for so many seconds ends the connection. Last comes the name
+that its certificate is for; empty: the host."""
+
+
 class Listener(Protocol):
     """Who hears of a worker's changes; calls must not block."""
 
@@ -59,12 +63,13 @@ class Worker:
         lease: float,
         index: PrefixIndex,
         listener: Listener,
-        access: Access = PLAIN,
+        dial: Dial,
+        chance: random.Random,
         name: str = "",
     ) -> None:
         """`lease`, in seconds, is the silence that ends a connection. The worker keeps what it says of its cache in
-        `index`, under its endpoint. Calls to it carry `access`. `name` is what its certificate is for;
-        empty: the endpoint's own host."""
+        `index`, under its endpoint. `chance` draws the pauses between two connections. `name` is what its certificate
+        is for; empty: the endpoint's own host."""
         self.endpoint = endpoint
         self.snapshot: worker_pb2.WorkerSnapshot | None = None
         self.load = worker_pb2.WorkerLoad()
@@ -75,14 +80,16 @@ class Worker:
         self.connected = False
         self.draining = False
         self.reports = 0
-        self.alive_at = time.monotonic()  # when something there last spoke, be it to say that it is not ready
+        # When something there last spoke, be it to say that it is not ready; the loop's time.
+        self.alive_at = asyncio.get_running_loop().time()
         self.channel: grpc.aio.Channel | None = None
         self.session: DecodeSession | None = None
         self._router_id = router_id
         self._lease = lease
         self._index = index
         self._listener = listener
-        self._access, self._name = access, name
+        self._dial, self._name = dial, name
+        self._chance = chance
         self._refused = False
         self._sequence = 0
         self._link_facts: Mapping[str, LinkFacts] = {}
@@ -145,7 +152,7 @@ class Worker:
             backoff = BACKOFF_FIRST if reached else min(limit, 2 * backoff)
             self._retry_now.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(backoff * random.uniform(0.75, 1.25)):
+                async with asyncio.timeout(backoff * self._chance.uniform(0.75, 1.25)):
                     await self._retry_now.wait()
 
     async def _connect(self) -> bool:
@@ -155,7 +162,7 @@ class Worker:
         reached, reason = False, "closed"
         hello = worker_pb2.WatchRequest(protocol=our_versions())
         try:
-            async with _lease_channel(self.endpoint, self._lease, self._access, self._name) as channel:
+            async with self._dial(self.endpoint, self._lease, self._name) as channel:
                 try:
                     watch = worker_pb2_grpc.WorkerServiceStub(channel).Watch(hello)
                     async with asyncio.timeout(self._lease):
@@ -186,7 +193,7 @@ class Worker:
                     log.error("worker_refuses_us", endpoint=self.endpoint, reason=reason)
                 self._refused = refused
                 if not refused:
-                    self.alive_at = time.monotonic()
+                    self.alive_at = asyncio.get_running_loop().time()
         if reached:
             self._refused = False
             # Who said before that it would go has not been lost.
@@ -264,7 +271,7 @@ class Worker:
         self._link_facts = {link.peer: LinkFacts(link.bytes_per_second, link.path) for link in table.links}
 
 
-def _lease_channel(endpoint: str, lease: float, access: Access, name: str) -> grpc.aio.Channel:
+def lease_channel(endpoint: str, lease: float, name: str, access: Access = PLAIN) -> grpc.aio.Channel:
     """A channel whose pings find out within `lease` seconds that nobody is there any more. Its connection is its own,
     so that its end is this worker's end."""
     half = max(50, round(lease * 500))

@@ -50,8 +50,14 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, layout: KVLayout, config: SchedulerConfig, on_layer: LayerListener | None = None
+        self,
+        runner: Runner,
+        layout: KVLayout,
+        config: SchedulerConfig,
+        on_layer: LayerListener | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.clock = clock  # a steady one, in seconds: what deadlines and speeds go by
         self.scheduler = Scheduler(layout, runner.kv.num_blocks, config, runner.copy_block)
         self.steps = 0
         self.busy_seconds = 0.0
@@ -87,7 +93,7 @@ class Engine:
         `spec` must begin with the input so far."""
         sequence, _ = self._require(ticket)
         self.scheduler.extend(sequence, spec)
-        sequence.deadline = None if spec.time_remaining is None else time.monotonic() + spec.time_remaining
+        sequence.deadline = None if spec.time_remaining is None else self.clock() + spec.time_remaining
         return sequence
 
     def activate(self, ticket: str, first_token: int) -> None:
@@ -143,9 +149,11 @@ class Engine:
             return
         began = time.time_ns()
         self._start_clocks(batch)
-        started = time.monotonic()
+        started = self.clock()
         sampled = self._runner.run(batch, self._layer_hook(batch), self.on_forward)
-        self._count(batch, sampled, time.monotonic() - started)
+        seconds = self.clock() - started
+        self._count(batch, sampled, seconds)
+        self._measure(batch, seconds)
         self._postprocess(batch, sampled, began)
 
     def take_outputs(self) -> Outputs:
@@ -180,7 +188,7 @@ class Engine:
         )
 
     def _admit(self, ticket: str, spec: SequenceSpec, *, awaits_kv: bool, grows: bool) -> EngineSequence:
-        now = time.monotonic()
+        now = self.clock()
         deadline = None if spec.time_remaining is None else now + spec.time_remaining
         sequence = EngineSequence(ticket, spec, self._order, deadline=deadline)
         self.scheduler.admit(sequence, awaits_kv=awaits_kv, grows=grows)
@@ -199,7 +207,7 @@ class Engine:
         self._clocks.pop(ticket, None)
 
     def _start_clocks(self, batch: Sequence[Scheduled]) -> None:
-        now = time.monotonic()
+        now = self.clock()
         for scheduled in batch:
             if scheduled.sequence.in_prefill:
                 clock = self._clocks[scheduled.sequence.id]
@@ -226,7 +234,6 @@ class Engine:
 
     def _postprocess(self, batch: Sequence[Scheduled], sampled: Sequence[SampledToken], began: int) -> None:
         now, tokens = time.time_ns(), iter(sampled)
-        self._measure(batch, (now - began) / 1e9)
         for scheduled in batch:
             sequence, samples, prefill = scheduled.sequence, scheduled.samples, scheduled.sequence.in_prefill
             self.scheduler.computed(sequence, scheduled.count)
@@ -264,7 +271,7 @@ class Engine:
             self.finish(sequence.id, reason)
 
     def _prompt_done(self, sequence: EngineSequence) -> PromptDone:
-        clock, now = self._clocks[sequence.id], time.monotonic()
+        clock, now = self._clocks[sequence.id], self.clock()
         started = now if clock.started is None else clock.started
         blocks = sequence.num_cached // self.scheduler.layout.block_size
         return PromptDone(

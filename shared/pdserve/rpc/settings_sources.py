@@ -24,7 +24,16 @@ ENV_PREFIX = "PDSERVE_"
 # Variables that are no service's setting: the client commands' API key and router, the model cache, and what the soak
 # takes.
 OTHER_VARIABLES = frozenset(
-    {"PDSERVE_API_KEY", "PDSERVE_CACHE", "PDSERVE_LIFECYCLES", "PDSERVE_SEED", "PDSERVE_TARGET"}
+    {
+        "PDSERVE_API_KEY",
+        "PDSERVE_CACHE",
+        "PDSERVE_FUZZ",
+        "PDSERVE_LIFECYCLES",
+        "PDSERVE_SEED",
+        "PDSERVE_SIM_SEED",
+        "PDSERVE_SIM_SEEDS",
+        "PDSERVE_TARGET",
+    }
 )
 TEST_PREFIX = "PDSERVE_TEST_"
 # Said for one process only: a file or a variable that many share must not say them.

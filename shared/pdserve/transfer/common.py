@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,13 +80,15 @@ class Counters:
 
 @dataclass(slots=True)
 class Common:
-    """`notify` is called with the lock held, so that events come in the order in which things happened."""
+    """`notify` is called with the lock held, so that events come in the order in which things happened. `clock` is a
+    steady one, in seconds."""
 
     kv: KVPages
     layout: KVLayout
     settings: LinkSettings
     wire: Wire
     notify: Callable[[TransferEvent], None]
+    clock: Callable[[], float] = time.monotonic
     lock: threading.Lock = field(default_factory=threading.Lock)
     outgoing: Book[Outgoing] = field(default_factory=Book)
     incoming: Book[Incoming] = field(default_factory=Book)

@@ -36,6 +36,8 @@ from pdserve.transfer.transport import LinkLost
 
 __all__ = ["IDLE_CLOSED", "LinkHub", "LinkSettings"]
 
+MakeLink = Callable[[Common, str, int, bool, str, Endings], Link]
+
 IDLE_CLOSED = "idle, closed to make room for another link"
 
 
@@ -57,6 +59,8 @@ class LinkHub:
         closed: Callable[[str, int, str], None],
         notify: Callable[[TransferEvent], None],
         measured: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        make_link: MakeLink = Link,
     ) -> None:
         unit = FrameWire.of(layout).bytes(0, 1)
         if min(settings.frame_bytes, settings.ring_bytes // 2) < unit:
@@ -64,7 +68,8 @@ class LinkHub:
                 f"frame_bytes {settings.frame_bytes} or ring_bytes {settings.ring_bytes} is too small: "
                 f"a token of a layer has {unit} bytes, and the ring holds two frames or more"
             )
-        self._common = Common(kv, layout, settings, Wire(send_control), notify)
+        self._common = Common(kv, layout, settings, Wire(send_control), notify, clock)
+        self._make_link = make_link
         self._links: dict[str, Link] = {}
         self._sends = Sends(self._common, self._links)
         self._receives = Receives(self._common, self._links)
@@ -83,7 +88,7 @@ class LinkHub:
         with common.lock:
             if (old := self._links.get(peer)) is not None:
                 self._end_link(old, "a newer link to this worker took its place")
-            link = self._links[peer] = Link(common, peer, epoch, initiator, transport, self._endings)
+            link = self._links[peer] = self._make_link(common, peer, epoch, initiator, transport, self._endings)
             self._receives.on_link(link)
             link.start()
         common.wire.flush()
@@ -223,7 +228,7 @@ class LinkHub:
     @property
     def abandoned(self) -> int:
         """How many threads of closed links are stuck past their deadline."""
-        now = time.monotonic()
+        now = self._common.clock()
         with self._common.lock:
             return sum(link.alive() for deadline, link in self._leaving if deadline < now)
 
@@ -275,7 +280,7 @@ class LinkHub:
         self._ended[link.peer] = link.epoch
         self._leaving = [(deadline, gone) for deadline, gone in self._leaving if gone.alive()]
         settings = self._common.settings
-        self._leaving.append((time.monotonic() + settings.open_timeout + 2 * settings.frame_timeout, link))
+        self._leaving.append((self._common.clock() + settings.open_timeout + 2 * settings.frame_timeout, link))
         link.close(reason)
         self._rings.wake()  # it may be waiting for a share
         self._fail(link.peer, reason)

@@ -41,7 +41,7 @@ class Link:
         self.peer, self.epoch, self.transport = peer, epoch, transport
         self.closed = False
         self.established = False
-        self.used = time.monotonic()  # when an attempt last had part in it
+        self.used = common.clock()  # when an attempt last had part in it
         self.bytes_per_second = self.round_trip = 0.0  # as measured last; 0: not
         self.sender = Sender(common, self.post)
         self.receiver = Receiver(common, peer, self.post) if common.settings.receives else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -85,7 +84,7 @@ class Receives:
             self._post_grant(link, incoming)
 
     def _post_grant(self, link: Link, incoming: Incoming) -> None:
-        link.used = time.monotonic()
+        link.used = self._common.clock()
         landing = incoming.landing
         link.post(Grant(incoming.ticket, incoming.attempt, landing.first, landing.end))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -62,7 +61,7 @@ class Sender:
         elif self.in_flight:
             owner, landed = self.in_flight.popleft()
             if isinstance(owner, Probe):
-                owner.landed(time.monotonic())
+                owner.landed(self._common.clock())
                 if owner is self._probe and owner.over:
                     self._probe = None
                     self._turns.remove(PROBE_TICKET)
@@ -83,7 +82,7 @@ class Sender:
             return
         sizes, bytes_per_size, done = self._probes.popleft()
         wanted = [min(size, self._max_frame) for size in sizes or default_sizes(self._max_frame)]
-        self._probe = Probe(sorted(set(wanted)), bytes_per_size, done, time.monotonic())
+        self._probe = Probe(sorted(set(wanted)), bytes_per_size, done, self._common.clock())
         self._turns.add(PROBE_TICKET)
         self._changed.notify()
 
@@ -222,7 +221,7 @@ class Sender:
         )
         for layer in range(frame.layer_start, frame.layer_start + frame.layer_count):
             out.sent[layer] = frame.token_start + frame.token_count
-        out.began = out.began or time.monotonic()
+        out.began = out.began or self._common.clock()
         out.frames += 1
         out.kv_bytes += frame.bytes
         out.in_flight += frame.bytes
@@ -235,7 +234,7 @@ class Sender:
     def _announce_probe(self, size: int) -> None:
         assert self._probe is not None
         self._post(Announce(PROBE_TICKET, 0, 0, 0, 0, 0, 0, size))
-        self._probe.sent(time.monotonic())
+        self._probe.sent(self._common.clock())
         self._count(self._probe, size)
 
     def _count(self, owner: Outgoing | Probe, size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -102,7 +101,7 @@ class Sends:
         with common.lock:
             out = common.outgoing.get(ticket)
             if out is not None and not out.over:
-                out.first_token, out.computed_at = first_token, time.monotonic()
+                out.first_token, out.computed_at = first_token, common.clock()
                 if (link := self._links.get(out.peer)) is not None:
                     link.sender.settle(out)
                     link.sender.wake()
@@ -143,7 +142,7 @@ class Sends:
         out = self._common.outgoing.live(ticket, attempt, peer)
         if out is None or not out.committed:
             return
-        now, counters = time.monotonic(), self._common.counters
+        now, counters = self._common.clock(), self._common.counters
         seconds = now - out.began if out.began else 0.0
         exposed = min(seconds, now - out.computed_at)
         if not ticket.endswith(PULL_SUFFIX):  # a pull hides behind nothing, and is not meant to
@@ -192,7 +191,7 @@ class Sends:
         out.granted, out.held = True, tokens_held
         for computed in out.computed:
             self._produced(out, 0, computed)
-        link.used = time.monotonic()
+        link.used = self._common.clock()
         out.sent = [tokens_held] * len(out.sent)
         link.sender.admit(out)
         if out.tells_grant:

@@ -13,49 +13,30 @@ import selectors
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from pdserve.core.errors import ConfigError, IntegrityError, PdserveError
+from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.process import die_with_parent
-from pdserve.core.sequence import EndReason
-from pdserve.engine.block_io import export_blocks, load_blocks
 from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
 from pdserve.engine.fetch import resolve_model
-from pdserve.engine.outputs import Load
 from pdserve.telemetry.logs import setup_logs
 from pdserve.transfer.connect import transports_on
 from pdserve.transfer.messages import TransferEvent
 from pdserve.worker.channel import Channel
 from pdserve.worker.engine_links import EngineLinks
-from pdserve.worker.handoff import Handoff
+from pdserve.worker.engine_turn import EngineTurn
 from pdserve.worker.messages import (
-    BlocksExported,
-    CallOff,
-    CancelTicket,
-    CheckIntegrity,
     EngineFailed,
     EngineSettings,
     EngineStarted,
-    ExportBlocks,
     FromEngine,
-    HandOff,
-    IntegrityReport,
     KvCommitted,
     LinkMessage,
-    LoadBlocks,
-    Ping,
-    Pong,
     Progress,
-    Rearm,
-    Reserve,
-    Shutdown,
-    StartPrefill,
-    StepDone,
     TicketMessage,
     ToEngine,
 )
@@ -72,40 +53,39 @@ class EngineLoop:
         self, settings: EngineSettings, channel: Channel[ToEngine, FromEngine], links: Channel[LinkMessage, LinkMessage]
     ) -> None:
         self._channel = channel
-        self._events: deque[TransferEvent] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._built = build_engine(_options(settings), self._on_layer, lambda *at: channel.send(Progress(*at)))
-        self._engine = self._built.engine
-        self._links = EngineLinks(settings, self._built, links, self._notify, self._wake)
-        self._handoff = Handoff(self._engine, self._links.hub, self._tell_ticket, self._built.config.vocab_size)
-        self._number = 0
-        self._prompts_taken = 0
-        self._told: Load | None = None
-        self._running = True
+        built = build_engine(_options(settings), self._on_layer, lambda *at: channel.send(Progress(*at)))
+        self._engine = built.engine
+        self._links = EngineLinks(settings, built, links, self._notify, self._wake)
+        hub = self._links.hub
+        self._turn = EngineTurn(
+            built.engine, built.kv, hub, hub.stats, channel.send, built.config.vocab_size, self._log_ticket
+        )
         self._step_log_path = settings.step_log
         self._step_log = StepLog() if settings.step_log else None
         if self._step_log is not None:
             self._engine.on_forward = self._step_log.forward_done
-        channel.send(_started(self._built))
+        channel.send(_started(built))
 
     def run(self) -> None:
         """Serve until told to shut down, or until the front is gone."""
+        turn = self._turn
         self._links.start()
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
             # What came together with the settings is in the channel's buffer, where select does not see it.
             ready: Set[object] = {self._channel} if self._channel.buffered() else frozenset()
-            while self._running:
+            while turn.running:
                 ready = ready or {key.fileobj for key, _ in selector.select(self._patience())}
                 self._take_in(ready)
                 ready = frozenset()
                 if self._engine.has_work:
                     self._step()
-                self._tell()
-                self._links.tell(self._handoff.report)
+                turn.tell()
+                self._links.tell(turn.handoff.report)
         self._links.hub.shutdown()
         if self._step_log is not None:
             self._step_log.write(Path(self._step_log_path))
@@ -120,109 +100,39 @@ class EngineLoop:
         self._step_log.step(began, time.monotonic_ns(), tickets)
 
     def _take_in(self, ready: Set[object]) -> None:
+        turn = self._turn
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
         self._links.raise_failure()
-        while self._events:
-            self._handoff.on_event(self._events.popleft())
+        turn.take_events()
         more = self._channel in ready
-        while more and self._running:
+        while more and turn.running:
             message = self._channel.receive()
             if message is None:
-                self._running = False
+                turn.running = False
             else:
-                self._handle(message)
+                turn.handle(message)
                 more = self._channel.buffered()
-        now = time.monotonic()
-        for late in [s.id for s in self._engine.scheduler if s.deadline is not None and s.deadline <= now]:
-            self._handoff.close(late, EndReason.DEADLINE, "the request's time is over")
-        self._handoff.give_up_late(now)
+        turn.end_late()
 
-    def _handle(self, message: ToEngine) -> None:
-        scheduler, kv = self._engine.scheduler, self._built.kv
-        match message:
-            case StartPrefill():
-                self._prompts_taken += 1
-                self._handoff.start_prefill(message)
-            case Reserve():
-                self._handoff.reserve(message)
-            case Rearm():
-                self._handoff.rearm(message)
-            case HandOff():
-                self._handoff.hand_off(message)
-            case CallOff():
-                self._handoff.call_off(message)
-            case CancelTicket(ticket):
-                self._handoff.close(ticket, EndReason.CANCELLED)
-            case LoadBlocks(hashes, payload):
-                load_blocks(kv, scheduler.pool, hashes, payload)
-            case ExportBlocks(hashes):
-                self._channel.send(BlocksExported(*export_blocks(kv, scheduler.pool, hashes)))
-            case Ping():
-                self._channel.send(Pong())
-            case CheckIntegrity():
-                self._channel.send(IntegrityReport(self._problem(), self._engine.load(*self._links.hub.stats())))
-            case Shutdown():
-                self._running = False
-            case EngineSettings():
-                raise ConfigError("an engine process takes its settings once")
-
-    def _tell(self) -> None:
-        """Send what happened as one message; nothing where nothing did."""
-        outputs = self._engine.take_outputs()
-        self._handoff.after_step(outputs)
-        load = self._engine.load(*self._links.hub.stats())
-        stored, removed = self._engine.scheduler.pool.take_changes()
-        if outputs or stored or removed or load != self._told:
-            self._number += 1
-            self._channel.send(
-                StepDone(
-                    number=self._number,
-                    load=load,
-                    tokens=outputs.tokens,
-                    ends=outputs.ends,
-                    prompts=outputs.prompts,
-                    chunks=outputs.chunks,
-                    stored=stored,
-                    removed=removed,
-                    seconds=outputs.seconds,
-                    prompts_taken=self._prompts_taken,
-                )
-            )
-            self._told = load
-
-    def _tell_ticket(self, message: TicketMessage) -> None:
-        self._channel.send(message)
+    def _log_ticket(self, message: TicketMessage) -> None:
         if self._step_log is not None and isinstance(message, KvCommitted):
             record = TransferRecord(message.ticket, message.kv_bytes, message.seconds, message.exposed)
             self._step_log.transfers.append(record)
 
     def _patience(self) -> float | None:
         """How long the loop may wait for something to happen, in seconds; None: for ever."""
-        if self._engine.has_work or self._events:
+        if self._engine.has_work or self._turn.events:
             return 0.0
-        deadlines = [
-            s.deadline for s in self._engine.scheduler if s.deadline is not None and not self._handoff.closing(s.id)
-        ]
-        if self._handoff.deadline is not None:
-            deadlines.append(self._handoff.deadline)
-        if self._links.due is not None:
-            deadlines.append(self._links.due)
-        return min(LONGEST_WAIT, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
-
-    def _problem(self) -> str:
-        try:
-            self._engine.scheduler.check_integrity()
-        except IntegrityError as error:
-            return str(error)
-        return ""
+        due = [at for at in (self._turn.due, self._links.due) if at is not None]
+        return min(LONGEST_WAIT, max(0.0, min(due) - time.monotonic())) if due else None
 
     def _on_layer(self, progress: Sequence[tuple[str, int]], layer: int) -> None:
         self._links.hub.advance(progress, layer)
 
     def _notify(self, event: TransferEvent) -> None:
         """Called from link threads."""
-        self._events.append(event)
+        self._turn.events.append(event)
         self._wake()
 
     def _wake(self) -> None:

@@ -9,14 +9,17 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Protocol
 
+import grpc.aio
 import structlog
 from msgspec.structs import replace
 
 from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.sequence import SequenceSpec
 from pdserve.rpc.access import access_of
+from pdserve.rpc.channel import connect
 from pdserve.rpc.convert import layout_to_proto
 from pdserve.rpc.convert_link import Hello
 from pdserve.rpc.server import GrpcServer, Service, ServiceFailed, internal_check
@@ -80,15 +83,25 @@ class WorkerFront:
     Raises ConfigError for a secret or files of TLS that cannot be read.
     """
 
-    def __init__(self, settings: WorkerSettings, role: str, worker_id: str) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: str,
+        worker_id: str,
+        *,
+        incarnation: str = "",
+        engine: EngineClient | None = None,
+        dial: Callable[[str], grpc.aio.Channel] | None = None,
+    ) -> None:
+        """`incarnation` tells this process from others of its id; empty: it is drawn."""
         self.settings, self.role, self.worker_id = settings, role, worker_id
         self.access = access_of(settings.internal_secret_file, settings.caller_tls)
-        self.incarnation = secrets.token_hex(8)
+        self.incarnation = incarnation or secrets.token_hex(8)
         self.node = socket.gethostname()
-        self.engine = EngineClient(settings.for_engine(role))
+        self.engine = engine or EngineClient(settings.for_engine(role))
         self.board = WatchBoard()
         self.metrics = WorkerMetrics(self.worker_id, role, settings.model_name)
-        self.links = Links(self.engine.send_link, self._on_report, self.access)
+        self.links = Links(self.engine.send_link, self._on_report, dial or partial(connect, access=self.access))
         self.prefix: PrefixClient | None = None
         self.started: EngineStarted | None = None
         self._sent = SentPrompts()

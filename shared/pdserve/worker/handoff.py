@@ -9,7 +9,6 @@ whatever its link had to say before, tells whether it completed in time, or how 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from typing import Protocol
@@ -87,7 +86,7 @@ class Handoff:
         slots = self._slots(sequence)
         self._links.start_send(ticket, message.attempt, message.peer, slots, sequence.num_given, decision.pull)
         if decision.pull:
-            self._pulls.begin(sequence, message.attempt, message.peer, decision, time.monotonic())
+            self._pulls.begin(sequence, message.attempt, message.peer, decision, self._engine.clock())
         if sequence.num_cached:
             for layer in range(self._engine.scheduler.layout.num_layers):
                 self._links.advance([(ticket, sequence.num_cached)], layer)

@@ -19,7 +19,6 @@ import grpc.aio
 import structlog
 
 from pdserve.core.errors import PdserveError, Unavailable
-from pdserve.rpc.access import PLAIN, Access
 from pdserve.rpc.channel import connect
 from pdserve.rpc.convert_link import (
     Hello,
@@ -64,18 +63,18 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
     """All links of one worker: LinkService for those that others open, `open` for our own.
 
     `start` must be called before either works; `close` ends all. `tell_engine` must not block, and neither must
-    `on_report`, which hears of the state of all links a few times a second while it changes. Dials carry `access`.
+    `on_report`, which hears of the state of all links a few times a second while it changes. `dial` connects to a peer.
     """
 
     def __init__(
         self,
         tell_engine: Callable[[LinkMessage], None],
         on_report: Callable[[TransferReport], None] = lambda report: None,
-        access: Access = PLAIN,
+        dial: Callable[[str], grpc.aio.Channel] = connect,
     ) -> None:
         self._tell_engine = tell_engine
         self._on_report = on_report
-        self._access = access
+        self._connect = dial
         self._hello: Hello | None = None
         self._facts = Facts()
         self._epochs = itertools.count(1)
@@ -238,7 +237,7 @@ class Links(kv_pb2_grpc.LinkServiceServicer):
         ours = self._ours()
         failure: PdserveError | None = None
         try:
-            async with connect(endpoint, self._access) as channel:
+            async with self._connect(endpoint) as channel:
                 stub: kv_pb2_grpc.LinkServiceAsyncStub = kv_pb2_grpc.LinkServiceStub(channel)
                 call = stub.Link()
                 try:

@@ -9,7 +9,7 @@ import asyncio
 import time
 import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -52,7 +52,7 @@ class PrefixClient:
     """
 
     def __init__(
-        self, endpoint: str, layout: KVLayout, engine: EngineClient, stored: set[bytes], access: Access = PLAIN
+        self, endpoint: str, layout: KVLayout, engine: EngineClient, stored: Container[bytes], access: Access = PLAIN
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._endpoint, self._layout, self._engine, self._stored = endpoint, layout, engine, stored

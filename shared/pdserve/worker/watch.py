@@ -78,9 +78,9 @@ class WatchBoard:
         self.links = worker_pb2.LinkTable()
         self.draining = False
         self.suspended = ""  # why nobody may count on this worker for now
-        # Hashes of the blocks that are reusable now: a mirror of the engine's index.
-        self.stored: set[bytes] = set()
-        self._watchers: set[_Watcher] = set()
+        # Hashes of the blocks that are reusable now, oldest first: a mirror of the engine's index.
+        self.stored: dict[bytes, None] = {}
+        self._watchers: dict[_Watcher, None] = {}  # in the order in which they came
         self._left = asyncio.Event()  # set whenever a watcher leaves
         self._closed = False
 
@@ -91,8 +91,9 @@ class WatchBoard:
     def publish(self, load: worker_pb2.WorkerLoad, stored: Iterable[bytes] = (), removed: Iterable[bytes] = ()) -> None:
         """Take in a step's news. No hash is in both lists (see BlockPool.take_changes)."""
         self.load = load
-        self.stored.difference_update(removed)
-        self.stored.update(stored)
+        for digest in removed:
+            self.stored.pop(digest, None)
+        self.stored.update(dict.fromkeys(stored))
         for watcher in self._watchers:
             watcher.tell(stored, removed)
 
@@ -139,7 +140,7 @@ class WatchBoard:
         if self.suspended:
             raise Unavailable(self.suspended)
         watcher = _Watcher(self.stored)
-        self._watchers.add(watcher)
+        self._watchers[watcher] = None
         try:
             told_draining = self.draining
             yield worker_pb2.WatchResponse(snapshot=self.snapshot)
@@ -171,7 +172,7 @@ class WatchBoard:
                 loop.call_later(PACE, pace.set)
                 await pace.wait()
         finally:
-            self._watchers.discard(watcher)
+            del self._watchers[watcher]
             self._left.set()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -178,3 +180,15 @@ def test_load_counts_every_block_once(engines) -> None:  # type: ignore[no-untyp
     assert (load.owned_blocks, load.reserved_blocks) == (3, 3)
     engine.finish("a", None)
     engine.finish("b", EndReason.CANCELLED)
+
+
+def test_a_wall_clock_that_is_set_back_changes_no_speed(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers place requests by what engines learn of their own speed."""
+    times = itertools.count(1 << 60, -(10**9))
+    monkeypatch.setattr(time, "time_ns", lambda: next(times))
+    engine = engines()
+    engine.add("t", spec(prompt(80)))
+    run(engine)
+    assert engine.prefill_rate > 0

@@ -55,8 +55,8 @@ def test_a_queue_that_is_left_empty_has_no_pace() -> None:
     one, other = waiting(0), waiting(1)
     for item in (one, other):
         queue.add(item, NO_WORK)
-    queue.leave(one, served=True)
-    queue.leave(other, served=False)
+    queue.leave(one, served=True, now=1.0)
+    queue.leave(other, served=False, now=2.0)
     queue.pace.placed(1e9, others_wait=False)
     assert queue.pace.retry_after(0) == 1.0, "nothing is known of it"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -226,3 +227,13 @@ def test_worker_settings_that_cannot_be(capsys: pytest.CaptureFixture[str], argv
 )
 def test_router_settings_that_cannot_be(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
     assert words in "\n".join(refused(capsys, *argv, model=RouterSettings))
+
+
+def test_what_make_sets_for_tests_stops_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services are started in its environment."""
+    makefile = Path(__file__).parents[3] / "Makefile"
+    names = re.findall(r"\b(PDSERVE_\w+)=", makefile.read_text())
+    assert names
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    RouterSettings.load([])

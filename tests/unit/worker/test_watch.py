@@ -69,7 +69,7 @@ async def test_a_watcher_sees_snapshot_then_what_is_stored_then_changes() -> Non
         board.publish(load(2), [digest(3)], [digest(1)])
         second = (await following(updates)).delta
         assert second.sequence == 2 and list(second.stored) == [digest(3)] and list(second.removed) == [digest(1)]
-    assert board.stored == {digest(2), digest(3)}
+    assert list(board.stored) == [digest(2), digest(3)]
 
 
 async def test_loads_replace_each_other_and_only_the_last_change_of_a_hash_is_told() -> None:
