@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pdserve.router.worker import _lease_channel
+from pdserve.router.worker import lease_channel
 from pdserve.rpc.access import Access
 from pdserve.rpc.server import GrpcServer
 from pdserve.rpc.settings import ServiceSettings
@@ -29,9 +29,9 @@ async def test_an_address_is_known_by_the_name_that_it_was_resolved_from(tmp_pat
     settings = ServiceSettings(tls_cert_file=own.cert, tls_key_file=own.key)
     access = Access(tls=Tls(ours.cert))
     async with GrpcServer(settings, []) as server:
-        async with _lease_channel(server.endpoint, 30.0, access, "workers.example") as channel:
+        async with lease_channel(server.endpoint, 30.0, "workers.example", access) as channel:
             assert await health(channel) == health_pb2.HealthCheckResponse.SERVING
-        async with _lease_channel(server.endpoint, 30.0, access, "") as channel:
+        async with lease_channel(server.endpoint, 30.0, "", access) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await health(channel)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
