@@ -21,7 +21,7 @@ from msgspec import structs
 
 from pdserve.core.sequence import EndReason
 from pdserve.engine.outputs import Ended, TokenOut
-from pdserve.transfer.messages import Announce, ControlMessage, Grant
+from pdserve.transfer.messages import Announce, Commit, ControlMessage, Grant
 from pdserve.worker import messages as m
 from tests.chaos.engines import PATIENCE, TOKEN_BYTES, Cable, Engine, Event, Fabric, engine_settings
 from tests.chaos.lifecycles import Prompt, references
@@ -158,11 +158,11 @@ class Bench:
 
     async def stuck(self, stop: Callable[[], None], tell: bool) -> tuple[str, Prompt]:
         """A ticket between p0 and d0, right after `stop` was called at the announcement of its first frame. `tell`:
-        whether announcements pass. The link is about to end."""
+        whether announcements and the commit pass. The link is about to end."""
         announced = asyncio.Event()
 
         def tap(source: Engine, message: ControlMessage) -> ControlMessage | None:
-            if source is not self.p0 or not isinstance(message, Announce) or not message.ticket:
+            if source is not self.p0 or not isinstance(message, Announce | Commit) or not message.ticket:
                 return message
             if not announced.is_set():
                 stop()
