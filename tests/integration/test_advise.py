@@ -25,7 +25,8 @@ async def test_a_running_suite_is_judged(tmp_path: Path) -> None:
         target = ("--target", suite.endpoint)
         status, _, err = await command("advise", *target)
         assert status == 2 and "remembers 0 answered requests" in err
-        status, _, err = await command("probe", "speed", *target, "--requests", str(REQUESTS))
+        secret = ("--internal-secret-file", str(suite.suite.internal_secret_file))
+        status, _, err = await command("probe", "speed", *target, *secret, "--requests", str(REQUESTS))
         assert status == 0, err
         status, out, err = await command("advise", *target, *QUICK, "--itl-ms", "1000")
         assert status == 0, err

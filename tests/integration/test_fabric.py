@@ -167,7 +167,8 @@ async def test_a_real_suite_measures_its_links(tmp_path: Path) -> None:
     """Each prefill worker with each decode worker, whether they have served anybody yet or not; and status agrees."""
     part = ModelPart(make_tiny_model(tmp_path / "model"), "tiny", prefill=2, decode=1)
     async with serve(tmp_path / "logs", part) as cluster:
-        arguments = ("--target", cluster.endpoint, "--frame-bytes", "64KiB", "--frame-bytes", "1MiB", "--bytes", "2MiB")
+        arguments = ("--target", cluster.endpoint, "--internal-secret-file", str(cluster.suite.internal_secret_file))
+        arguments += ("--frame-bytes", "64KiB", "--frame-bytes", "1MiB", "--bytes", "2MiB")
         status, out, err = await command("probe", "links", *arguments, "--json")
         assert status == 0, out + err
         reports = [json.loads(line) for line in out.splitlines()]

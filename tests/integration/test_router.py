@@ -286,19 +286,29 @@ async def test_the_routers_own_limit_is_no_cancel(folder: Path) -> None:
 
 
 async def test_a_wait_for_a_client_that_does_not_read_is_no_stall(folder: Path) -> None:
-    """As the router's run sees it: a send that never returns, and a limit that ends it."""
+    """As the router's run sees it: a send that does not return, and a limit that ends the request meanwhile. The client
+    is told when it reads again."""
     prefill, decode = pair()
-    slo = SloTargets(PATIENCE, 0.1, 99.0)
+    slo, client = SloTargets(PATIENCE, 0.1, 99.0), Unread()
     async with suite(folder, prefill, decode, slo=slo, max_request_seconds=0.4) as made:
         ends = heard_by(made)
-        with pytest.raises(RpcError):
-            await made.service.Generate(inference_pb2.GenerateRequest(text="hi"), Unread())  # type: ignore[arg-type]
+        call = asyncio.create_task(made.service.Generate(inference_pb2.GenerateRequest(text="hi"), client))  # type: ignore[arg-type]
+        async with asyncio.timeout(PATIENCE):
+            await client.stands.wait()
+            await made.service._idle.wait()
         [end] = ends
+        assert not call.done()
+        client.reads.set()
+        with pytest.raises(RpcError):
+            await call
     assert (end.outcome, end.verdict) == (Outcome.EXPIRED, None) and end.ttft is not None
 
 
 class Unread:
-    """A context whose client reads PromptInfo and nothing more."""
+    """A context whose client reads PromptInfo and stands, until `reads` is set."""
+
+    def __init__(self) -> None:
+        self.stands, self.reads = asyncio.Event(), asyncio.Event()
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
@@ -308,7 +318,8 @@ class Unread:
 
     async def write(self, response: inference_pb2.GenerateResponse) -> None:
         if not response.HasField("prompt"):
-            await asyncio.Event().wait()
+            self.stands.set()
+            await self.reads.wait()
 
     async def abort_with_status(self, status: grpc.Status) -> None:
         raise RpcError(status.code, "aborted")

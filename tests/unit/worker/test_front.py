@@ -17,7 +17,7 @@ class Server:
 
     exports: list[Metrics] = []  # noqa: RUF012
 
-    def __init__(self, settings: object, services: object, metrics: Metrics) -> None:
+    def __init__(self, settings: object, services: object, metrics: Metrics, check: object) -> None:
         self.exports.append(metrics)
 
     async def __aenter__(self) -> Self:
