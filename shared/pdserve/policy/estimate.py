@@ -21,6 +21,10 @@ FORGETTING = 0.998
 # Values that bring the five inputs to about 1, so that one start fits all: tokens of a chunk, of a prompt squared,
 # answers in a batch, tokens of their contexts.
 _SCALES = (1.0, 512.0, 2.0**20, 16.0, 16384.0)
+# A step that took more than so many times what was expected, of kinds that were seen often enough, tells of what held
+# it up (a stopped process, a machine that swaps), and counts as so many times: a worker that is taken for slow gets
+# nothing to do, and would not learn better. One that stays slow is believed hardly later for that.
+_SURPRISE, _SEEN = 10.0, 16
 _DOUBT = 1e3  # variance before anything was seen; also what forgetting may at most raise it to
 _COUNT = len(_SCALES)
 
@@ -74,7 +78,10 @@ class SpeedEstimate:
         x = [(k, value / _SCALES[k]) for k, value in enumerate(values) if value]
         px = [sum([row[k] * value for k, value in x]) for row in self._variance]
         gain = FORGETTING + sum([px[k] * value for k, value in x])
-        error = (seconds - sum([self._weights[k] * value for k, value in x])) / gain
+        expected = sum([self._weights[k] * value for k, value in x])
+        if expected > 0 and (not new or self._prompts >= _SEEN) and (not decoding or self._answers >= _SEEN):
+            seconds = min(seconds, _SURPRISE * expected)
+        error = (seconds - expected) / gain
         self._weights = [weight + error * p for weight, p in zip(self._weights, px, strict=True)]
         shares = [p / gain for p in px]
         variance = [

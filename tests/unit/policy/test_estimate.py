@@ -93,3 +93,22 @@ def test_predictions_are_the_formula() -> None:
     assert prompt(TRUE, 4000, 4096) == pytest.approx(0.02 + 96 * 1.1e-4 + (4096**2 - 4000**2) * 7e-10)
     assert TRUE.decode_seconds(10, 5000) == pytest.approx(0.02 + 10 * 4e-4 + 5000 * 3e-8)
     assert squares([(0, 3), (2, 2)]) == 9 + 12
+
+
+def test_one_step_that_was_held_up_changes_little() -> None:
+    """A process that was stopped for 8 s is no slow worker: it would get nothing to do, and not learn better."""
+    estimate, work = SpeedEstimate(), list(steps(5, 400))
+    for step in work:
+        estimate.observe(*step, seconds(TRUE, step))
+    estimate.observe(512, squares([(0, 512)]), 0, 0, 8.0)
+    assert prompt(estimate.speed, 0, 2048) < 1.2 * prompt(TRUE, 0, 2048)
+
+
+def test_a_worker_that_stays_slow_is_believed() -> None:
+    """Thirty times as slow from one step to the next, as by a machine that others took over."""
+    estimate = SpeedEstimate()
+    for step in steps(6, 400):
+        estimate.observe(*step, seconds(TRUE, step))
+    for step in steps(7, 400):
+        estimate.observe(*step, 30 * seconds(TRUE, step))
+    assert prompt(estimate.speed, 0, 2048) > 20 * prompt(TRUE, 0, 2048)
