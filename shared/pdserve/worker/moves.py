@@ -12,7 +12,6 @@ becomes of the sequence meanwhile. Everything here runs in the engine loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,23 +23,12 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.scheduler import Phase
 from pdserve.transfer.messages import SendCommitted, SendFailed, SendLanded, SendStopped, TransferEvent
 from pdserve.worker.messages import Detached, HandOff, HandOffFailed
+from pdserve.worker.send_links import SendLinks
 
 
-class MoveLinks(Protocol):
+class MoveLinks(SendLinks, Protocol):
     """What moves need of the hub of links; see transfer.hub.LinkHub."""
 
-    def start_send(
-        self,
-        ticket: str,
-        attempt: int,
-        peer: str,
-        slots: torch.Tensor,
-        num_tokens: int,
-        tells_grant: bool = False,
-        tells_landed: bool = False,
-    ) -> None: ...
-    def advance(self, tickets: Listed[tuple[str, int]], layer: int) -> None: ...
-    def finish_send(self, ticket: str, first_token: int) -> None: ...
     def stop_send(self, ticket: str) -> None: ...
 
 

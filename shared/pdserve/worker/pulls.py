@@ -10,7 +10,6 @@ Everything here runs in the engine loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,26 +31,15 @@ from pdserve.transfer.messages import (
     pull_of,
     pulled_ticket,
 )
+from pdserve.worker.send_links import SendLinks
 
 log = structlog.get_logger(__name__)
 
 
-class PullLinks(Protocol):
+class PullLinks(SendLinks, Protocol):
     """What pulls need of the hub of links; see transfer.hub.LinkHub."""
 
     def measured(self, peer: str) -> tuple[float, float]: ...
-    def start_send(
-        self,
-        ticket: str,
-        attempt: int,
-        peer: str,
-        slots: torch.Tensor,
-        num_tokens: int,
-        tells_grant: bool = False,
-        tells_landed: bool = False,
-    ) -> None: ...
-    def advance(self, tickets: Listed[tuple[str, int]], layer: int) -> None: ...
-    def finish_send(self, ticket: str, first_token: int) -> None: ...
     def refuse(self, ticket: str, attempt: int, peer: str, reason: str) -> None: ...
     def grant(
         self, ticket: str, attempt: int, peer: str, slots: torch.Tensor, num_tokens: int, tokens_held: int
