@@ -12,8 +12,9 @@ least squares with exponential forgetting (Ljung, System Identification, 2nd ed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 ENOUGH = 4  # steps of a kind; the first ones are cold
 # A step counts half as much after about 350 more.
@@ -57,6 +58,17 @@ class Speed:
     def decode_seconds(self, decoding: int, context: int) -> float:
         """For one step of answers alone: what lies between two tokens of each."""
         return self.step + self.answer * decoding + self.read * context
+
+    @classmethod
+    def mean(cls, speeds: Iterable[Self], default: Self) -> Self:
+        """What predicts the mean of what `speeds` predict, for any work; `default` where there are none. It knows as
+        much as the one that knows least."""
+        some = list(speeds)
+        if not some:
+            return default
+        columns = zip(*((s.step, s.token, s.square, s.answer, s.read) for s in some), strict=True)
+        seconds = [sum(column) / len(some) for column in columns]
+        return cls(*seconds, prompts=min(s.prompts for s in some), answers=min(s.answers for s in some))
 
 
 UNKNOWN = Speed()

@@ -119,22 +119,22 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """How fast workers are that have not computed enough yet: as the slowest that has; NOMINAL where none has, so that
-    tokens are all that is compared."""
+    """How fast workers are, as a rule: the mean of those that have computed enough to say; NOMINAL where none has, so
+    that tokens are all that is compared. It is what workers are taken for that have not.
+
+    Not the slowest, however careful that sounds: a newcomer would get nothing as long as anybody else is idle, and what
+    it does so little of it never learns."""
 
     prompts: Speed = NOMINAL
     answers: Speed = NOMINAL
 
     @classmethod
     def of(cls, workers: Iterable[WorkerView]) -> Self:
-        prompts = answers = NOMINAL
-        for worker in workers:
-            speed = worker.speed
-            if speed.knows_prompts and (prompts is NOMINAL or speed.token > prompts.token):
-                prompts = speed
-            if speed.knows_answers and (answers is NOMINAL or speed.step > answers.step):
-                answers = speed
-        return cls(prompts, answers)
+        speeds = [worker.speed for worker in workers]
+        return cls(
+            Speed.mean((speed for speed in speeds if speed.knows_prompts), NOMINAL),
+            Speed.mean((speed for speed in speeds if speed.knows_answers), NOMINAL),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,7 @@ class FleetView:
     """All workers of one model that the router knows, also those that are down; `index` finds them by id.
 
     `unanswered` are configured endpoints that have not answered yet, so that their role is unknown; the router leaves
-    an endpoint out once it was silent for longer than starting takes. `assumed` is what to take of workers whose own
-    speed is not known yet.
+    an endpoint out once it was silent for longer than starting takes. `assumed` is how fast its workers are as a rule.
     """
 
     prefill: tuple[WorkerView, ...] = ()

@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from pdserve.policy.disaggregation import Local, Places, Protect, Rules, holds_prompt
 from pdserve.policy.fleet import FleetView, PlacementRequest, WorkerView
-from pdserve.policy.predict import PromptTime, compute_seconds, gap_after, link_seconds, prompt_time, transfer_tail
+from pdserve.policy.predict import (
+    PromptTime,
+    compute_seconds,
+    gap_after,
+    leveled,
+    link_seconds,
+    prompt_time,
+    transfer_tail,
+)
 from pdserve.policy.reservation import fits
 
 # Of a larger pool only a sample is looked at, and who holds most of the prompt. The best of two random workers is
@@ -18,6 +26,7 @@ from pdserve.policy.reservation import fits
 # known of them; and routers that don't know of each other don't all choose the same one.
 LARGE, SAMPLE, HOLDERS = 16, 8, 3
 BEST = 2  # of each pool are looked at in pairs
+CROWD = 0.005  # of a gap
 STEP = 0.1  # violations that differ by less than this share of the target count as equal
 
 
@@ -56,11 +65,13 @@ class Option(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillOption:
-    """Who has `held` leading tokens of the prompt, and when it would be through there."""
+    """Who has `held` leading tokens of the prompt, and when it would be through there; `even` are the seconds to choose
+    it by (see `predict.leveled`)."""
 
     worker: WorkerView
     held: int
     time: PromptTime
+    even: float
 
 
 @dataclass(slots=True)
@@ -118,10 +129,12 @@ class _Room:
         return fits(fresh, worker.room, worker.watermark_blocks, others > 0)
 
 
-def decode_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[DecodeOption]:
+def decode_options(
+    workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest, *, computing: bool
+) -> list[DecodeOption]:
     """The best few that have room, best first: those with room to the answer's end, then by gap; what is left of ties
     goes to who had the conversation last, to who was given fewest, to more room, to the lower id. And who has most of
-    the prompt."""
+    the prompt. Where they are `computing` prompts, those too that would be through with this one first."""
     found, room = [], _Room(request, decoding=True)
     for worker in workers:
         held = request.held_tokens(worker)
@@ -130,13 +143,36 @@ def decode_options(workers: Iterable[WorkerView], view: FleetView, request: Plac
             continue
         tight = request.expected > 0 and request.blocks_to_end(worker) - blocks > worker.room
         gap = gap_after(worker, request, view.answer_speed(worker))
+        even = leveled(gap, gap_after(worker, request, view.assumed.answers)) * _crowd(worker)
         near = worker.worker_id in request.near
-        rank = (tight, gap, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
-        found.append((rank, DecodeOption(worker, held, gap, tight)))
+        ties = not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id
+        found.append(((tight, even, *ties), DecodeOption(worker, held, gap, tight)))
     found.sort(key=itemgetter(0))
-    best, others = [option for _, option in found[:BEST]], [option for _, option in found[BEST:]]
-    holder = max(others, key=lambda option: option.held, default=None)
+    best, others = [option for _, option in found[:BEST]], found[BEST:]
+    if computing and others:
+        soonest = sorted((option for _, option in others), key=lambda option: _soonest(option, view, request))
+        best += soonest[:BEST]
+    holder = max((option for _, option in others), key=lambda option: option.held, default=None)
     return [*best, holder] if holder is not None and holder.held > max(option.held for option in best) else best
+
+
+def _soonest(option: DecodeOption, view: FleetView, request: PlacementRequest) -> tuple[bool, bool, float]:
+    """Sorts decode workers that compute prompts: who takes one now, has room to the end, is through with it first."""
+    _, even = _prompt_times(option.worker, request, view, option.held)
+    return not option.worker.accepts_prompt, option.tight, even
+
+
+def _prompt_times(
+    worker: WorkerView, request: PlacementRequest, view: FleetView, held: int
+) -> tuple[PromptTime, float]:
+    """When the prompt would be through on `worker`, which has `held` tokens of it, and the seconds to choose it by."""
+    time = prompt_time(worker, request, view.prompt_speed(worker), held)
+    return time, leveled(time.total, prompt_time(worker, request, view.assumed.prompts, held).total)
+
+
+def _crowd(worker: WorkerView) -> float:
+    """What an answer costs those beside it at least, also where nothing of it could be measured: equals share."""
+    return 1 + CROWD * worker.answers
 
 
 def prefill_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[PrefillOption]:
@@ -147,11 +183,10 @@ def prefill_options(workers: Iterable[WorkerView], view: FleetView, request: Pla
         held = request.held_tokens(worker)
         if not room.fits(worker, held // worker.layout.block_size):
             continue
-        time = prompt_time(worker, request, view.prompt_speed(worker), held)
+        time, even = _prompt_times(worker, request, view, held)
         near = worker.worker_id in request.near
-        seconds = time.queue + time.compute
-        rank = (seconds, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
-        found.append((rank, PrefillOption(worker, held, time)))
+        rank = (even, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
+        found.append((rank, PrefillOption(worker, held, time, even)))
     found.sort(key=itemgetter(0))
     best = [option for _, option in found[:BEST]]
     if not any(option.worker.accepts_prompt for option in best):
@@ -179,37 +214,49 @@ class Judge:
 
     def remote(self, prefill: PrefillOption, decode: DecodeOption | None) -> Option:
         """Prefill there, decode here; without a decode worker nobody takes the KV."""
-        sender, time, transfer, gap = prefill.worker, prefill.time, 0.0, 0.0
+        sender, time, even = prefill.worker, prefill.time, prefill.even
         accepts, measured = sender.accepts_prompt, sender.speed.knows_prompts
         if decode is None:
+            cost = even / self.ttft
             return self._option(
-                sender.worker_id, None, time, transfer, gap, False, accepts, prefill.held, 0, measured=measured
+                sender.worker_id, None, time, 0.0, 0.0, cost, False, accepts, prefill.held, 0, measured=measured
             )
         receiver, request = decode.worker, self._request
         if decode.held > prefill.held:
             time = self._pulled(prefill, decode)
         transfer = transfer_tail(sender, receiver, request.tokens - decode.held, time.compute)
-        gap = gap_after(receiver, request, self._view.answer_speed(receiver), time.total + transfer)
+        even += time.total - prefill.time.total  # what pulling saves
+        gap, even_gap = self._gaps(receiver, time.total + transfer)
+        cost = (even + transfer) / self.ttft + even_gap / self.itl
         measured = measured and receiver.speed.knows_answers
         names, held = (sender.worker_id, receiver.worker_id), (prefill.held, decode.held)
-        return self._option(*names, time, transfer, gap, decode.tight, accepts, *held, measured=measured)
+        return self._option(*names, time, transfer, gap, cost, decode.tight, accepts, *held, measured=measured)
 
     def local(self, decode: DecodeOption, why: Local) -> Option:
         """The decode worker does both. What its running answers lose by it counts where prefill workers are there to
         spare them (Local.CONDITIONAL): each waits for this prompt's computing, and so would the next."""
         worker, request, held = decode.worker, self._request, decode.held
-        time = prompt_time(worker, request, self._view.prompt_speed(worker), held)
-        gap = longest = gap_after(worker, request, self._view.answer_speed(worker), time.total)
-        harm = 0.0
+        time, even = _prompt_times(worker, request, self._view, held)
+        gap, even_gap = self._gaps(worker, time.total)
+        harm, longest = 0.0, gap
         if why is Local.CONDITIONAL:
             harm = time.compute * (worker.answers + 1)
             chunks = math.ceil((request.tokens - held) / max(1, worker.max_num_batched_tokens))
             longest = gap + time.compute / chunks if worker.answers else gap
+        cost = (even + harm) / self.ttft + even_gap / self.itl
         names, accepts = (None, worker.worker_id), worker.accepts_prompt
         measured = worker.speed.knows_prompts and worker.speed.knows_answers
         return self._option(
-            *names, time, 0.0, gap, decode.tight, accepts, held, held, why, measured, harm=harm, longest=longest
+            *names, time, 0.0, gap, cost, decode.tight, accepts, held, held, why, measured, longest=longest
         )
+
+    def _gaps(self, worker: WorkerView, seconds: float) -> tuple[float, float]:
+        """Between tokens on `worker` once this answer has joined in `seconds`, and what to choose it by."""
+        gap, mean = (
+            gap_after(worker, self._request, speed, seconds)
+            for speed in (self._view.answer_speed(worker), self._view.assumed.answers)
+        )
+        return gap, leveled(gap, mean) * _crowd(worker)
 
     def _compute(self, worker: WorkerView, held: int) -> float:
         return compute_seconds(worker, self._request, self._view.prompt_speed(worker), held)
@@ -221,6 +268,7 @@ class Judge:
         time: PromptTime,
         transfer: float,
         gap: float,
+        cost: float,
         tight: bool,
         accepts: bool,
         cached: int,
@@ -228,13 +276,11 @@ class Judge:
         local: Local | None = None,
         measured: bool = True,
         *,
-        harm: float = 0.0,
         longest: float = 0.0,
     ) -> Option:
         ttft = time.total + transfer
         late = _excess(self._request.waited + ttft, self.ttft)
         slow = _excess(max(gap, longest), self.itl)
-        cost = (ttft + harm) / self.ttft + gap / self.itl
         said = cached, there, local, measured
         return Option(prefill, decode, time.queue, time.compute, transfer, gap, late, slow, cost, accepts, tight, *said)
 

@@ -10,6 +10,8 @@ from pdserve.policy.fleet import PlacementRequest, WorkerView
 # Bytes a second of a link that was not measured yet: a 10 Gbit/s network.
 UNMEASURED_LINK = 1.25e9
 HANDOFF = 2e-3  # seconds from the last layer's KV to the answer's place in a batch, beside the bytes
+# Workers of one kind measure each other's noise: up to such a factor from the mean they are taken to be equals.
+ALIKE = 1.5
 
 
 class PromptTime(NamedTuple):
@@ -35,6 +37,16 @@ def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed,
     """For `request` on `worker` alone, which has `held` of its leading tokens."""
     tokens = request.tokens
     return speed.prompt_seconds(tokens - held, tokens * tokens - held * held, worker.max_num_batched_tokens)
+
+
+def leveled(own: float, mean: float) -> float:
+    """What to choose a worker by that would take `own` seconds by its own measure, and `mean` by that of its fleet.
+
+    A batch that grows by one costs an answer little, often less than two measurements of one speed differ by. By their
+    own measures the worker that is thought to be fastest would get everything, up to where it is not, and the others
+    nothing to measure themselves again by. Whether a target is kept is for its own measure to say in any case.
+    """
+    return mean if mean <= ALIKE * own and own <= ALIKE * mean else own
 
 
 def gap_after(

@@ -76,10 +76,10 @@ def choose_pair(view: FleetView, request: PlacementRequest, rules: Rules = DEFAU
         return _nobody("no decode worker is up", request, rules)
     if not any(_could_hold(worker, request) for worker in view.decode):
         return _never(request, view.decode, "decode")
-    decodes = _decodes(view, request)
+    places = prefill_places(view, rules)
+    decodes = _decodes(view, request, computing=places.local and not places.remote)
     if not decodes:
         return Decision(Kind.WAIT, "no decode worker has room")
-    places = prefill_places(view, rules)
     whole = any(holds_prompt(request, option.worker) for option in decodes)
     if not (places.remote or places.local or whole):
         return _nobody(places.reason, request, rules) if places.down else Decision(Kind.WAIT, places.reason)
@@ -88,7 +88,8 @@ def choose_pair(view: FleetView, request: PlacementRequest, rules: Rules = DEFAU
     if not found and prefills:  # layouts that don't match; only fleets in the middle of a change have several
         layouts = {prefill.worker.layout for prefill in prefills}
         matching = [worker for worker in view.decode if worker.layout in layouts]
-        found = options(view, request, places, prefills, decode_options(matching, view, request), rules)
+        decodes = decode_options(matching, view, request, computing=False)
+        found = options(view, request, places, prefills, decodes, rules)
     if not found:
         return Decision(Kind.WAIT, "no prefill worker has room")
     return _decide(found, view, request, places, rules)
@@ -184,10 +185,10 @@ def _say(found: list[Option], rules: Rules) -> str:
     )
 
 
-def _decodes(view: FleetView, request: PlacementRequest) -> list[DecodeOption]:
+def _decodes(view: FleetView, request: PlacementRequest, *, computing: bool = False) -> list[DecodeOption]:
     some = shortlist(view.decode, view, request)
-    found = decode_options(some, view, request)
-    return found if found or some is view.decode else decode_options(view.decode, view, request)
+    found = decode_options(some, view, request, computing=computing)
+    return found if found or some is view.decode else decode_options(view.decode, view, request, computing=computing)
 
 
 def _prefills(view: FleetView, request: PlacementRequest) -> list[PrefillOption]:
