@@ -67,8 +67,9 @@ class Speed:
         if not some:
             return default
         columns = zip(*((s.step, s.token, s.square, s.answer, s.read) for s in some), strict=True)
-        seconds = [sum(column) / len(some) for column in columns]
-        return cls(*seconds, prompts=min(s.prompts for s in some), answers=min(s.answers for s in some))
+        step, token, square, answer, read = (sum(column) / len(some) for column in columns)
+        known = min(s.prompts for s in some), min(s.answers for s in some)
+        return cls(step, token, square, answer, read, *known)
 
 
 UNKNOWN = Speed()
