@@ -119,21 +119,28 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """How fast workers are, as a rule: the mean of those that have computed enough to say; NOMINAL where none has, so
-    that tokens are all that is compared. It is what workers are taken for that have not.
+    """How fast workers are as a rule, `usual_prompts` and `usual_answers`: the mean of those that have computed enough
+    to say. And how fast a newcomer is taken to be, `prompts` and `answers`: as the fastest of them. Both are NOMINAL
+    where nobody has said anything, so that tokens are all that is compared.
 
-    Not the slowest, however careful that sounds: a newcomer would get nothing as long as anybody else is idle, and what
-    it does so little of it never learns."""
+    Not as the slowest, however careful that sounds: it would get nothing as long as somebody else is idle, and who does
+    nothing never says how fast it is. What is wrong about this guess is known a few steps later."""
 
     prompts: Speed = NOMINAL
     answers: Speed = NOMINAL
+    usual_prompts: Speed = NOMINAL
+    usual_answers: Speed = NOMINAL
 
     @classmethod
     def of(cls, workers: Iterable[WorkerView]) -> Self:
         speeds = [worker.speed for worker in workers]
+        prompts = [speed for speed in speeds if speed.knows_prompts]
+        answers = [speed for speed in speeds if speed.knows_answers]
         return cls(
-            Speed.mean((speed for speed in speeds if speed.knows_prompts), NOMINAL),
-            Speed.mean((speed for speed in speeds if speed.knows_answers), NOMINAL),
+            min(prompts, key=lambda speed: speed.prompt_seconds(512, 512**2, 512), default=NOMINAL),
+            min(answers, key=lambda speed: speed.decode_seconds(16, 16 * 512), default=NOMINAL),
+            Speed.mean(prompts, NOMINAL),
+            Speed.mean(answers, NOMINAL),
         )
 
 
@@ -142,7 +149,7 @@ class FleetView:
     """All workers of one model that the router knows, also those that are down; `index` finds them by id.
 
     `unanswered` are configured endpoints that have not answered yet, so that their role is unknown; the router leaves
-    an endpoint out once it was silent for longer than starting takes. `assumed` is how fast its workers are as a rule.
+    an endpoint out once it was silent for longer than starting takes. `assumed` is what its workers say of each other.
     """
 
     prefill: tuple[WorkerView, ...] = ()

@@ -26,7 +26,6 @@ from pdserve.policy.reservation import fits
 # known of them; and routers that don't know of each other don't all choose the same one.
 LARGE, SAMPLE, HOLDERS = 16, 8, 3
 BEST = 2  # of each pool are looked at in pairs
-CROWD = 0.005  # of a gap
 STEP = 0.1  # violations that differ by less than this share of the target count as equal
 
 
@@ -143,7 +142,7 @@ def decode_options(
             continue
         tight = request.expected > 0 and request.blocks_to_end(worker) - blocks > worker.room
         gap = gap_after(worker, request, view.answer_speed(worker))
-        even = leveled(gap, gap_after(worker, request, view.assumed.answers)) * _crowd(worker)
+        even = leveled(gap, gap_after(worker, request, view.assumed.usual_answers))
         near = worker.worker_id in request.near
         ties = not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id
         found.append(((tight, even, *ties), DecodeOption(worker, held, gap, tight)))
@@ -167,12 +166,7 @@ def _prompt_times(
 ) -> tuple[PromptTime, float]:
     """When the prompt would be through on `worker`, which has `held` tokens of it, and the seconds to choose it by."""
     time = prompt_time(worker, request, view.prompt_speed(worker), held)
-    return time, leveled(time.total, prompt_time(worker, request, view.assumed.prompts, held).total)
-
-
-def _crowd(worker: WorkerView) -> float:
-    """What an answer costs those beside it at least, also where nothing of it could be measured: equals share."""
-    return 1 + CROWD * worker.answers
+    return time, leveled(time.total, prompt_time(worker, request, view.assumed.usual_prompts, held).total)
 
 
 def prefill_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[PrefillOption]:
@@ -254,9 +248,9 @@ class Judge:
         """Between tokens on `worker` once this answer has joined in `seconds`, and what to choose it by."""
         gap, mean = (
             gap_after(worker, self._request, speed, seconds)
-            for speed in (self._view.answer_speed(worker), self._view.assumed.answers)
+            for speed in (self._view.answer_speed(worker), self._view.assumed.usual_answers)
         )
-        return gap, leveled(gap, mean) * _crowd(worker)
+        return gap, leveled(gap, mean)
 
     def _compute(self, worker: WorkerView, held: int) -> float:
         return compute_seconds(worker, self._request, self._view.prompt_speed(worker), held)
