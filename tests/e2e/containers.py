@@ -100,9 +100,9 @@ class Containers:
         """The stdout of a docker command."""
         return self._engine.run("docker", *words, timeout=timeout)
 
-    def logs(self) -> str:
-        """The last lines of every service."""
-        return self.compose("logs", "--no-color", "--tail", "40")
+    def logs(self, *services: str, lines: int = 40) -> str:
+        """The last lines of every service, or of those that are named."""
+        return self.compose("logs", "--no-color", "--tail", str(lines), *services)
 
     def down(self) -> None:
         self.compose("down", "--volumes", "--remove-orphans", timeout=240)

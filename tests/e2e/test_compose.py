@@ -124,6 +124,14 @@ def test_every_service_is_healthy_and_nobody_is_root(containers: Containers) -> 
     assert model["State"]["Status"] == "exited" and model["State"]["ExitCode"] == 0
 
 
+@pytest.mark.parametrize("service", ["prefill", "decode"])
+def test_workers_attend_by_what_they_compiled_for_this_processor(containers: Containers, service: str) -> None:
+    said = [line.partition("| ")[2] for line in containers.logs(service, lines=1000).splitlines() if '"ready"' in line]
+    assert len(said) == len(containers.inspect(service))
+    for line in said:
+        assert json.loads(line)["attention"].startswith("native"), line
+
+
 def test_the_base_image_is_small_and_has_no_torch(containers: Containers) -> None:
     def layers(image: str) -> int:
         return int(containers.docker("image", "inspect", "--format", "{{.Size}}", image))

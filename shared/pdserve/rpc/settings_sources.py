@@ -21,13 +21,14 @@ from pdserve.rpc.setting_names import SETTING_NAMES
 from pdserve.rpc.settings_help import Help
 
 ENV_PREFIX = "PDSERVE_"
-# Variables that are no service's setting: the client commands' API key and router, the model cache, and what the soak
-# takes.
+# Variables that are no service's setting: the client commands' API key and router, the model cache and that of compiled
+# kernels, and what the soak takes.
 OTHER_VARIABLES = frozenset(
     {
         "PDSERVE_API_KEY",
         "PDSERVE_CACHE",
         "PDSERVE_FUZZ",
+        "PDSERVE_KERNELS",
         "PDSERVE_LIFECYCLES",
         "PDSERVE_SEED",
         "PDSERVE_SIM_SEED",

@@ -44,6 +44,13 @@ def test_equal_sources_are_compiled_once(source, compiler):
     assert compiler() == 3 * compiled
 
 
+def test_they_can_be_kept_elsewhere(source, compiler, tmp_path, monkeypatch):
+    """Where the models' folder is not to be written to."""
+    monkeypatch.setenv("PDSERVE_KERNELS", str(tmp_path / "kernels"))
+    assert load(source, {"ANSWER": 42}).answer() == 42
+    assert [path.suffix for path in (tmp_path / "kernels").iterdir()] == [".so"] and not (tmp_path / "cache").exists()
+
+
 def test_nothing_is_left_of_a_failed_compilation(source, compiler, tmp_path):
     source.write_text("this is not C\n")
     with pytest.raises(NativeError, match=r"does not compile answer.c: .*answer.c:1"):

@@ -1,4 +1,7 @@
-"""From a C file to a loaded library: compiled once for a machine, kept beside the models, loaded by ctypes."""
+"""From a C file to a loaded library: compiled once for a machine, kept, loaded by ctypes.
+
+They are kept beside the models, or in `PDSERVE_KERNELS` where the models' folder is not to be written to.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def _compile(compiler: str, flags: list[str], source: Path, library: Path) -> No
 
 
 def _folder() -> Path:
-    folder = cache_folder() / ".native"
+    folder = Path(os.environ.get("PDSERVE_KERNELS") or cache_folder() / ".native")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     stat = folder.stat()
     if stat.st_uid != os.geteuid() or stat.st_mode & 0o022:
