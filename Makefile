@@ -81,7 +81,7 @@ sdk: $(STAMP)  ## Generate clients in six languages into build/sdk; sdk/README.m
 sdk-toolchains: $(STAMP)  ## Install what `make sdk` and the examples need; as root on Debian.
 	$(BIN)/python scripts/sdk.py --install
 
-bench-peer: $(STAMP)  ## pdserve beside vLLM's CPU build on the same cores; hours, QUICK=1 half an hour.
+bench-peer: $(STAMP)  ## pdserve beside vLLM's CPU build on the same cores; hours, QUICK=1 less.
 	$(PYTHON) scripts/peer.py build/peer
 	$(BIN)/python benchmarks/peer.py --venv build/peer
 

@@ -1,6 +1,7 @@
 """pdserve beside vLLM's CPU build on the same cores, under one harness, in one run.
 
-    make bench-peer                 hours; QUICK=1: about half an hour
+    make bench-peer                 hours; QUICK=1: less of everything
+    .venv/bin/python benchmarks/peer.py --venv build/peer --loads mixed --chunks 512      a part of it
 
 The field's rule is that disaggregation counts only against a co-located server that is well tuned. So there are
 
@@ -49,7 +50,8 @@ LOADS = {
     "multiturn": ["--mix", "100% 128/64", "--turns", "4", "--system-tokens", "256", "--think", "2"],
 }
 READY_SECONDS = 900.0
-START = 0.25  # requests a second that a search begins at
+START = {"chat": 1.0, "mixed": 0.5, "documents": 0.25, "multiturn": 0.5}  # requests a second that a search begins at
+QUICK_CHUNKS, QUICK_LOADS = (512, 2048), ("mixed", "chat")
 STREAMS = ["--mix", "100% 128/200", "--streams", "8"]
 DOCUMENTS = ["--mix", "100% 2048/16", "--streams", "1"]
 
@@ -163,11 +165,11 @@ class Contest:
             other.signal(signal.SIGCONT if other is server else signal.SIGSTOP)
         server.wait_ready()
 
-    def goodput(self, server: Server, load: str, start: float) -> float:
+    def goodput(self, server: Server, load: str) -> float:
         """Requests a second within both targets at the highest rate that keeps 90% of them there."""
         self.alone(server)
         requests, runs = ("40", "6") if self.quick else ("120", "10")
-        search = ["--find-rate", "--rate", str(start), "--max-runs", runs, "--precision", "0.1"]
+        search = ["--find-rate", "--rate", str(START[load]), "--max-runs", runs, "--precision", "0.1"]
         found = self._keep(load, bench(server, self.vocabulary, *LOADS[load], *search, "--requests", requests))
         best = found.get("find_rate", {}).get("rate")
         goodput = (found.get("figures") or {}).get("goodput")
@@ -229,27 +231,26 @@ def theirs(venv: Path, model: Path, chunk: int, folder: Path) -> Server:
     return Server(f"A, chunk {chunk}", command, at, f"{at}/health", folder / f"A-{chunk}.log", environment)
 
 
-def best_peer(venv: Path, model: Path, folder: Path, quick: bool, runs: list[Json]) -> Server:
+def best_peer(venv: Path, model: Path, chunks: list[int], folder: Path, quick: bool, runs: list[Json]) -> Server:
     """The chunk with the most goodput on the mixed load, each measured with the machine to itself."""
+    if len(chunks) == 1:
+        return theirs(venv, model, chunks[0], folder)
     found: dict[int, float] = {}
-    for chunk in CHUNKS[1:] if quick else CHUNKS:
+    for chunk in chunks:
         with theirs(venv, model, chunk, folder) as server:
             contest = Contest([server], model, quick)
-            found[chunk] = contest.goodput(server, "mixed", START)
+            found[chunk] = contest.goodput(server, "mixed")
             runs.extend(contest.runs)
     return theirs(venv, model, max(found, key=lambda chunk: found[chunk]), folder)
 
 
-def compare(contest: Contest, peer: Server, split: Server, whole: Server) -> Json:
-    """Everything, in turns."""
-    goodputs: Json = {}
-    for load in ("mixed", "chat") if contest.quick else LOADS:
-        goodputs[load] = {
-            name: contest.goodput(server, load, START) for name, server in (("A", peer), ("C", split), ("D", whole))
-        }
-    tokens = {name: contest.throughput(server) for name, server in (("A", peer), ("C", split), ("D", whole))}
+def compare(contest: Contest, loads: list[str], peer: Server, split: Server, whole: Server) -> Json:
+    """Everything, in turns; what is over soonest goes first."""
+    servers = {"A": peer, "C": split, "D": whole}
+    tokens = {name: contest.throughput(server) for name, server in servers.items()}
     ratio, longest = contest.interference(split)
     peer_ratio, peer_longest = contest.interference(peer)
+    goodputs = {load: {name: contest.goodput(server, load) for name, server in servers.items()} for load in loads}
 
     def over(load: str, ours: str) -> float | None:
         found = goodputs.get(load)
@@ -276,6 +277,8 @@ def compare(contest: Contest, peer: Server, split: Server, whole: Server) -> Jso
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, required=True, help="where scripts/peer.py has installed vLLM")
+    parser.add_argument("--loads", nargs="+", choices=tuple(LOADS), help="default: all; QUICK=1: mixed and chat")
+    parser.add_argument("--chunks", nargs="+", type=int, help="of the peer, to sweep; one alone is not swept")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "pdserve-peer")
     args = parser.parse_args()
     quick = bool(os.environ.get("QUICK"))
@@ -286,12 +289,13 @@ def main() -> None:
 
     model = asyncio.run(resolve_model(MODEL, progress=print))
     cores, runs = os.cpu_count() or 1, []  # type: int, list[Json]
-    peer = best_peer(args.venv, model, args.logs, quick, runs)
+    chunks = args.chunks or (QUICK_CHUNKS if quick else CHUNKS)
+    peer = best_peer(args.venv, model, list(chunks), args.logs, quick, runs)
     split = ours("C", args.logs, "--prefill", "1", "--decode", "1")
     whole = ours("D", args.logs, "--colocated", "1", "--threads", str(cores))
     with peer, split, whole:
         contest = Contest([peer, split, whole], model, quick)
-        figures = compare(contest, peer, split, whole)
+        figures = compare(contest, list(args.loads or (QUICK_LOADS if quick else LOADS)), peer, split, whole)
         runs += contest.runs
     facts = {"benchmark": "peer", "cores": cores, "peer": peer.name, "slo": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS}}
     print(json.dumps({**facts, **figures, "runs": runs}))

@@ -110,11 +110,13 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The longer of computing and reading, and a constant.
+    """Of each of a step's operators the longer of computing and reading (Williams et al., "Roofline", CACM 2009), one
+    after the other as they run, and a constant.
 
-    FLOPs: 2 a parameter and token, and 4 x hidden x layers for each pair of a token and one that it attends to (Kaplan
-    et al., arXiv:2001.08361, table 1, forward pass). Bytes: all weights once, and the KV of what running answers
-    attend to (Williams et al., "Roofline", CACM 2009).
+    Matrices: 2 FLOPs a parameter and token; all weights are read once. Attention of prompts, chunk by chunk, and of
+    answers: 4 x hidden x layers FLOPs for each pair of a token and one that it attends to (Kaplan et al.,
+    arXiv:2001.08361, table 1, forward pass); the KV that is attended to is read once. So a chunk hides the reading of
+    weights, and neither that of the answers' KV nor, in small chunks of a long prompt, that of its own.
     """
 
     hardware: Hardware
@@ -123,16 +125,15 @@ class Roofline:
     def step(self, chunks: Sequence[Chunk], decoding: int, context: int) -> float:
         hardware, model = self.hardware, self.model
         new = sum(count for _, count in chunks) + decoding
-        pairs = sum(count * before + count * (count + 1) // 2 for before, count in chunks) + context
         if not new:
             return 0.0
-        flops = 2 * model.parameters * new + 4 * model.hidden * model.layers * pairs
-        read = model.parameters * model.bytes + context * model.kv_token_bytes
-        computing = flops / (hardware.flops * hardware.flops_share)
-        reading = read / (hardware.memory * hardware.memory_share)
-        # With prompts in the step its matrix products hide the reading of weights; for answers alone both sides are
-        # affine in the context, and their sum is, where their maximum is not.
-        return hardware.overhead + (max(computing, reading) if chunks else reading + computing)
+        pair = 4 * model.hidden * model.layers
+        flops, read = hardware.flops * hardware.flops_share, hardware.memory * hardware.memory_share
+        seconds = hardware.overhead + max(2 * model.parameters * new / flops, model.parameters * model.bytes / read)
+        for before, count in chunks:
+            pairs = count * before + count * (count + 1) // 2
+            seconds += max(pair * pairs / flops, (before + count) * model.kv_token_bytes / read)
+        return seconds + context * max(pair / flops, model.kv_token_bytes / read)
 
 
 @dataclass(frozen=True, slots=True)

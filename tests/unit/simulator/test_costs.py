@@ -72,8 +72,21 @@ def test_roofline_of_a_known_machine() -> None:
     """A prompt is bound by computing, a single answer by reading the weights: 140 GB at 2 TB/s are 69 ms."""
     cost = Roofline(Hardware(312e12, 2.039e12, 1.0, 1.0, 0.0), LLAMA70B)
     assert cost.step([(0, 1000)], 0, 0) == pytest.approx((2 * 70e9 * 1000 + 4 * 8192 * 80 * 500500) / 312e12)
-    assert cost.step((), 1, 0) == pytest.approx(140e9 / 2.039e12 + 140e9 / 312e12)
+    assert cost.step((), 1, 0) == pytest.approx(140e9 / 2.039e12)
     assert LLAMA70B.kv_token_bytes == 327_680
+
+
+def test_operators_of_a_roofline_come_one_after_the_other() -> None:
+    """A chunk hides the reading of weights, and neither that of the answers' KV nor that of its own prompt's: a long
+    prompt in small chunks reads the same again and again."""
+    cost = Roofline(Hardware(312e12, 2.039e12, 1.0, 1.0, 0.0), LLAMA70B)
+    kv = LLAMA70B.kv_token_bytes / 2.039e12
+    chunk, answers = [(0, 1000)], cost.step((), 16, 64_000) - cost.step((), 16, 0)
+    assert answers == pytest.approx(64_000 * kv)
+    assert cost.step(chunk, 16, 64_000) - cost.step(chunk, 16, 0) == pytest.approx(answers)
+    assert cost.step([(30_000, 8)], 16, 0) - cost.step([(0, 8)], 16, 0) == pytest.approx(30_000 * kv, rel=1e-3)
+    whole, pieces = cost.step([(0, 32_768)], 0, 0), [(start, 64) for start in range(0, 32_768, 64)]
+    assert sum(cost.step([piece], 0, 0) for piece in pieces) > 2 * whole
 
 
 def test_table_is_piecewise_linear() -> None:
