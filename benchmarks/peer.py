@@ -149,6 +149,8 @@ def bench(server: Server, vocabulary: Path, *arguments: str, seed: int = 1) -> J
     )
     lines = done.stdout.strip().splitlines()
     found: Json = json.loads(lines[-1]) if lines else {"failed": done.stderr.strip()[-500:]}
+    if not found.get("figures"):
+        found.setdefault("failed", found.get("refused") or "nothing was answered")
     return {"server": server.name, **found}
 
 
@@ -171,10 +173,12 @@ class Contest:
         requests, runs = ("40", "6") if self.quick else ("120", "10")
         search = ["--find-rate", "--rate", str(START[load]), "--max-runs", runs, "--precision", "0.1"]
         found = self._keep(load, bench(server, self.vocabulary, *LOADS[load], *search, "--requests", requests))
-        best = found.get("find_rate", {}).get("rate")
-        goodput = (found.get("figures") or {}).get("goodput")
+        if "failed" in found or not (best := found["find_rate"]["highest_rate"]):
+            print(f"{load}: {server.name} keeps 90% within targets at no rate that was tried", flush=True)
+            return 0.0
+        goodput = float(found["figures"]["goodput"])
         print(f"{load}: {server.name} {goodput} requests/s within targets, at {best} a second", flush=True)
-        return float(goodput) if best and goodput else 0.0
+        return goodput
 
     def throughput(self, server: Server) -> float:
         """Output tokens a second of 32 streams."""
@@ -183,9 +187,9 @@ class Contest:
         found = self._keep(
             "32 streams", bench(server, self.vocabulary, *LOADS["chat"], "--streams", "32", "--requests", requests)
         )
-        rate = (found.get("figures") or {}).get("output_tokens_s", 0.0)
-        print(f"32 streams: {server.name} {rate} tokens/s", flush=True)
-        return float(rate)
+        rate = 0.0 if "failed" in found else float(found["figures"]["output_tokens_per_second"])
+        print(f"32 streams: {server.name} {rate:.1f} tokens/s", flush=True)
+        return rate
 
     def interference(self, server: Server) -> tuple[float, float]:
         """ITL p99 of 8 streams with documents over without, and their longest gap over their median."""
@@ -196,10 +200,9 @@ class Contest:
         with subprocess.Popen(documents, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as beside:
             disturbed = self._keep("8 streams, documents", bench(server, self.vocabulary, *STREAMS, *count))
             beside.terminate()
-        try:
-            before, after = (run["figures"]["itl_ms"] for run in (quiet, disturbed))
-        except (KeyError, TypeError):
+        if "failed" in quiet or "failed" in disturbed:
             return float("nan"), float("nan")
+        before, after = (run["figures"]["itl_ms"] for run in (quiet, disturbed))
         ratio, longest = after["p99"] / before["p99"], after["max"] / after["p50"]
         print(f"8 streams and documents: {server.name} ITL p99 {ratio:.2f} times, longest gap {longest:.1f} medians")
         return ratio, longest
@@ -282,6 +285,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "pdserve-peer")
     args = parser.parse_args()
     quick = bool(os.environ.get("QUICK"))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the servers end, too
     args.logs.mkdir(exist_ok=True)
     import asyncio
 
