@@ -7,13 +7,14 @@ The field's rule is that disaggregation counts only against a co-located server 
 
 - A: vLLM, one process on all cores, chunked prefill and prefix cache on; its chunk is swept on the mixed load, and the
   best one is kept for everything else;
+- B: vLLM's own disaggregation, a prefill and a decode engine, a core each (`benchmarks/peer_pair.py`), on the mixed load;
 - C: pdserve, one prefill and one decode worker, a core each;
 - D: pdserve, one worker that does both, on all cores.
 
 Each is started once. While one is measured the others stand still (SIGSTOP), so that nothing but it runs. The client is
 `pdserve bench` for all of them: over gRPC for ours, over HTTP for vLLM, which costs ours nothing and vLLM its own API.
 Targets are stated below, before anything is measured, and hold for all. Goodput of a load is the requests a second
-within both targets at the highest rate that keeps 90% of them there; A, C and D take turns load by load.
+within both targets at the highest rate that keeps 90% of them there; they take turns load by load.
 
 Interference: 8 streams (128 in, 200 out) with 2,048-token documents back to back from one more client, over the same
 streams without: `interference_p99_ratio` of their ITL p99 (C), and of A for comparison.
@@ -49,6 +50,9 @@ LOADS = {
     "documents": ["--mix", "100% 2048/16"],
     "multiturn": ["--mix", "100% 128/64", "--turns", "4", "--system-tokens", "256", "--think", "2"],
 }
+OPTIONS = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", "4096", "--served-model-name", "peer"]
+OPTIONS += ["--enable-prefix-caching"]
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 READY_SECONDS = 900.0
 START = {"chat": 1.0, "mixed": 0.5, "documents": 0.25, "multiturn": 0.5}  # requests a second that a search begins at
 QUICK_CHUNKS, QUICK_LOADS = (512, 2048), ("mixed", "chat")
@@ -221,17 +225,20 @@ def ours(name: str, folder: Path, *workers: str) -> Server:
 
 def theirs(venv: Path, model: Path, chunk: int, folder: Path) -> Server:
     port = free_port()
-    command = [str(venv / "bin" / "vllm"), "serve", str(model), "--dtype", "bfloat16", "--max-model-len", "4096"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "peer"]
-    command += ["--max-num-batched-tokens", str(chunk), "--enable-prefix-caching"]
-    environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",  # its default leaves one core idle
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    command = [str(venv / "bin" / "vllm"), "serve", str(model), "--port", str(port), *OPTIONS]
+    command += ["--max-num-batched-tokens", str(chunk)]
+    cores = f"0-{(os.cpu_count() or 1) - 1}"  # its default leaves one core idle
+    environment = {**SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": cores}
     at = f"http://127.0.0.1:{port}"
     return Server(f"A, chunk {chunk}", command, at, f"{at}/health", folder / f"A-{chunk}.log", environment)
+
+
+def their_pair(venv: Path, model: Path, folder: Path) -> Server:
+    port = free_port()
+    command = [sys.executable, str(Path(__file__).with_name("peer_pair.py")), "--venv", str(venv)]
+    command += ["--model", str(model), "--port", str(port), "--", *OPTIONS, "--max-num-batched-tokens", "2048"]
+    at = f"http://127.0.0.1:{port}"
+    return Server("B", command, at, f"{at}/health", folder / "B.log", SETTINGS)
 
 
 def best_peer(venv: Path, model: Path, chunks: list[int], folder: Path, quick: bool, runs: list[Json]) -> Server:
@@ -247,23 +254,25 @@ def best_peer(venv: Path, model: Path, chunks: list[int], folder: Path, quick: b
     return theirs(venv, model, max(found, key=lambda chunk: found[chunk]), folder)
 
 
-def compare(contest: Contest, loads: list[str], peer: Server, split: Server, whole: Server) -> Json:
+def compare(contest: Contest, loads: list[str], pair: Server, peer: Server, split: Server, whole: Server) -> Json:
     """Everything, in turns; what is over soonest goes first."""
     servers = {"A": peer, "C": split, "D": whole}
     tokens = {name: contest.throughput(server) for name, server in servers.items()}
     ratio, longest = contest.interference(split)
     peer_ratio, peer_longest = contest.interference(peer)
     goodputs = {load: {name: contest.goodput(server, load) for name, server in servers.items()} for load in loads}
+    if "mixed" in goodputs:
+        goodputs["mixed"]["B"] = contest.goodput(pair, "mixed")
 
-    def over(load: str, ours: str) -> float | None:
+    def over(load: str, ours: str, theirs: str = "A") -> float | None:
         found = goodputs.get(load)
-        return round(found[ours] / found["A"], 3) if found and found["A"] else None
+        return round(found[ours] / found[theirs], 3) if found and found[theirs] else None
 
     return {
         "goodput": goodputs,
         "goodput_mixed_c_over_a": over("mixed", "C"),
         "goodput_mixed_d_over_a": over("mixed", "D"),
-        "goodput_mixed_c_over_b": None,  # vLLM's own disaggregation is not a part of this yet
+        "goodput_mixed_c_over_b": over("mixed", "C", "B"),
         "goodput_documents_c_over_a": over("documents", "C"),
         "goodput_multiturn_c_over_a": over("multiturn", "C"),
         "goodput_chat_d_over_a": over("chat", "D"),
@@ -297,9 +306,10 @@ def main() -> None:
     peer = best_peer(args.venv, model, list(chunks), args.logs, quick, runs)
     split = ours("C", args.logs, "--prefill", "1", "--decode", "1")
     whole = ours("D", args.logs, "--colocated", "1", "--threads", str(cores))
-    with peer, split, whole:
-        contest = Contest([peer, split, whole], model, quick)
-        figures = compare(contest, list(args.loads or (QUICK_LOADS if quick else LOADS)), peer, split, whole)
+    pair = their_pair(args.venv, model, args.logs)
+    with peer, pair, split, whole:
+        contest = Contest([peer, pair, split, whole], model, quick)
+        figures = compare(contest, list(args.loads or (QUICK_LOADS if quick else LOADS)), pair, peer, split, whole)
         runs += contest.runs
     facts = {"benchmark": "peer", "cores": cores, "peer": peer.name, "slo": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS}}
     print(json.dumps({**facts, **figures, "runs": runs}))

