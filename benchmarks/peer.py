@@ -7,7 +7,7 @@ The field's rule is that disaggregation counts only against a co-located server 
 
 - A: vLLM, one process on all cores, chunked prefill and prefix cache on; its chunk is swept on the mixed load, and the
   best one is kept for everything else;
-- B: vLLM's own disaggregation, a prefill and a decode engine, a core each (`benchmarks/peer_pair.py`), on the mixed load;
+- B: vLLM's own disaggregation (`benchmarks/peer_pair.py`): a prefill and a decode engine, a core each; mixed load only;
 - C: pdserve, one prefill and one decode worker, a core each;
 - D: pdserve, one worker that does both, on all cores.
 
