@@ -207,12 +207,14 @@ class Contest:
         if "failed" in quiet or "failed" in disturbed:
             return float("nan"), float("nan")
         before, after = (run["figures"]["itl_ms"] for run in (quiet, disturbed))
-        ratio, longest = after["p99"] / before["p99"], after["max"] / after["p50"]
+        ratio, longest = after["p99"] / before["p99"], after["greatest"] / after["p50"]
         print(f"8 streams and documents: {server.name} ITL p99 {ratio:.2f} times, longest gap {longest:.1f} medians")
         return ratio, longest
 
     def _keep(self, load: str, run: Json) -> Json:
         self.runs.append({"load": load, **run})
+        if "failed" in run:
+            print(f"{load}: {run['server']}: {run['failed']}", file=sys.stderr, flush=True)
         return run
 
 
