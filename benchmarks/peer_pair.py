@@ -14,8 +14,10 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -121,6 +123,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("options", nargs="*", help="of both engines")
     args = parser.parse_args()
+    # uvicorn takes the signal first, and raises it again when it has ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     cores = os.cpu_count() or 1
     half = max(1, cores // 2)
     places = (f"0-{half - 1}", f"{min(half, cores - 1)}-{cores - 1}")
