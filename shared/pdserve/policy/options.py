@@ -15,8 +15,8 @@ from pdserve.policy.predict import (
     compute_seconds,
     gap_after,
     leveled,
+    leveled_time,
     link_seconds,
-    prompt_time,
     transfer_tail,
 )
 from pdserve.policy.reservation import fits
@@ -142,8 +142,9 @@ def decode_options(
         if not room.fits(worker, blocks):
             continue
         tight = request.expected > 0 and request.blocks_to_end(worker) - blocks > worker.room
-        gap = gap_after(worker, request, view.answer_speed(worker))
-        even = leveled(gap, gap_after(worker, request, view.assumed.answers)) * _crowd(worker)
+        joined = worker.answers + 1, worker.load + request.tokens
+        gap = view.answer_speed(worker).decode_seconds(*joined)
+        even = leveled(gap, view.assumed.answers.decode_seconds(*joined)) * _crowd(worker)
         near = worker.worker_id in request.near
         ties = not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id
         found.append(((tight, even, *ties), DecodeOption(worker, held, gap, tight)))
@@ -166,8 +167,7 @@ def _prompt_times(
     worker: WorkerView, request: PlacementRequest, view: FleetView, held: int
 ) -> tuple[PromptTime, float]:
     """When the prompt would be through on `worker`, which has `held` tokens of it, and the seconds to choose it by."""
-    time = prompt_time(worker, request, view.prompt_speed(worker), held)
-    return time, leveled(time.total, prompt_time(worker, request, view.assumed.prompts, held).total)
+    return leveled_time(worker, request, view.prompt_speed(worker), view.assumed.prompts, held)
 
 
 def _crowd(worker: WorkerView) -> float:
@@ -324,4 +324,4 @@ def options(
 
 def _excess(value: float, target: float) -> float:
     """By how much `value` misses `target`, as a share of it, in steps."""
-    return max(0.0, math.ceil((value / target - 1) / STEP - 1e-9) * STEP)
+    return math.ceil((value / target - 1) / STEP - 1e-9) * STEP if value > target else 0.0

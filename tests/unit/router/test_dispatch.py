@@ -129,9 +129,16 @@ async def test_an_answer_is_charged_when_it_begins_and_settled_when_it_ends(empt
         if empty:
             dispatcher.answered(MODEL, item.wishes, 0, 0, item.account, whole=False)
 
-    async with asyncio.TaskGroup() as tasks:
-        for tenant, tokens in (("a", 10), ("a", 10), ("a", 10), ("b", 600), ("b", 600)):
-            tasks.create_task(asker.ask(tenant, over, tenant=tenant, tokens=tokens, remaining=1000))
+    held = await dispatcher.place(asker.waiting("c"), PATIENCE)
+    asked = (("a", 10), ("a", 10), ("a", 10), ("b", 600), ("b", 600))
+    waits = [
+        asyncio.create_task(asker.ask(tenant, over, tenant=tenant, tokens=tokens, remaining=1000))
+        for tenant, tokens in asked
+    ]
+    await asyncio.wait(waits, timeout=0)
+    held.release()
+    dispatcher.wake(now=True)
+    await asyncio.gather(*waits)
     assert "".join(asker.placed) == order
 
 
