@@ -14,7 +14,6 @@ from pdserve.rpc.convert import end_reason_from_proto
 from pdserve.rpc.errors import error_from_call, from_server
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc
 
-
 Call = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 
 

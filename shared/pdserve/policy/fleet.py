@@ -102,8 +102,8 @@ class WorkerView:
         """`room` are the blocks that a new sequence may count on; `answers` the sequences that are here, or will be
         soon; `prefill_backlog` the prompt tokens that wait to be computed, whoever sent them. A worker with a step's
         worth of prompts `accepts_prompt` no more: later ones are decided later, with newer views. `load` are the tokens
-        that it has to do with: its backlog, or for a decode worker all that its sequences hold. What is `queued` waits to
-        be computed here, or in the router for it."""
+        that it has to do with: its backlog, or for a decode worker all that its sequences hold. What is `queued` waits
+        to be computed here, or in the router for it."""
         backlog = self.prefill_tokens + self.reported_prefill_tokens
         held = max(self.outstanding_tokens, self.reported_owned_blocks * self.layout.block_size)
         derive = partial(object.__setattr__, self)  # it is frozen for everybody else
