@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
 from typing import Self
 
 from pdserve.core.layout import KVLayout
@@ -106,15 +105,15 @@ class WorkerView:
         to be computed here, or in the router for it."""
         backlog = self.prefill_tokens + self.reported_prefill_tokens
         held = max(self.outstanding_tokens, self.reported_owned_blocks * self.layout.block_size)
-        derive = partial(object.__setattr__, self)  # it is frozen for everybody else
-        derive("usable", self.connected and not self.draining)
-        derive("room", self.available_blocks - self.in_flight_blocks)
-        derive("answers", max(self.sequences, self.reported_sequences))
-        derive("prefill_backlog", backlog)
-        derive("accepts_prompt", backlog < max(1, self.max_num_batched_tokens))
-        derive("load", backlog if self.role is Role.PREFILL else held)
-        derive("queued_tokens", backlog + self.claimed_tokens)
-        derive("queued_squares", self.prefill_squares + self.reported_prefill_squares + self.claimed_squares)
+        derive = object.__setattr__  # it is frozen for everybody else
+        derive(self, "usable", self.connected and not self.draining)
+        derive(self, "room", self.available_blocks - self.in_flight_blocks)
+        derive(self, "answers", max(self.sequences, self.reported_sequences))
+        derive(self, "prefill_backlog", backlog)
+        derive(self, "accepts_prompt", backlog < max(1, self.max_num_batched_tokens))
+        derive(self, "load", backlog if self.role is Role.PREFILL else held)
+        derive(self, "queued_tokens", backlog + self.claimed_tokens)
+        derive(self, "queued_squares", self.prefill_squares + self.reported_prefill_squares + self.claimed_squares)
 
 
 @dataclass(frozen=True, slots=True)
