@@ -214,25 +214,27 @@ class Judge:
         targets = request.planned
         self.ttft, self.itl = max(targets.ttft, 1.5 * alone), max(targets.itl, 1.1 * gap)
 
-    def remote(self, prefill: PrefillOption, decode: DecodeOption | None) -> Option:
-        """Prefill there, decode here; without a decode worker nobody takes the KV."""
-        sender, time, cost = prefill.worker, prefill.time, prefill.even / self.ttft
-        accepts, measured = sender.accepts_prompt, sender.speed.knows_prompts
-        if decode is None:
-            late, slow = self._misses(time.total, 0.0)
-            facts = time.queue, time.compute, 0.0, 0.0, late, slow, cost, accepts, False, prefill.held, 0, None
-            return Option(sender.worker_id, None, *facts, measured)
-        receiver, request = decode.worker, self._request
+    def alone(self, prefill: PrefillOption) -> Option:
+        """Prefill there; nobody takes the KV."""
+        worker, time, cost = prefill.worker, prefill.time, prefill.even / self.ttft
+        late, slow = self._misses(time.total, 0.0)
+        facts = time.queue, time.compute, 0.0, 0.0, late, slow, cost, worker.accepts_prompt, False, prefill.held, 0
+        return Option(worker.worker_id, None, *facts, None, worker.speed.knows_prompts)
+
+    def remote(self, prefill: PrefillOption, decode: DecodeOption) -> Option:
+        """Prefill there, decode here."""
+        sender, receiver, request = prefill.worker, decode.worker, self._request
+        time, cost = prefill.time, prefill.even / self.ttft
         if decode.held > prefill.held:
             time = self._pulled(prefill, decode)
-            cost += (time.compute - prefill.time.compute) / self.ttft
+            cost += (time.compute - prefill.time.compute) / self.ttft  # what pulling saves
         transfer = transfer_tail(sender, receiver, request.tokens - decode.held, time.compute)
         ttft = time.total + transfer
         gap, even_gap = self._gaps(receiver, ttft)
         cost += transfer / self.ttft + even_gap / self.itl
         late, slow = self._misses(ttft, gap)
-        facts = time.queue, time.compute, transfer, gap, late, slow, cost, accepts, decode.tight
-        measured = measured and receiver.speed.knows_answers
+        facts = time.queue, time.compute, transfer, gap, late, slow, cost, sender.accepts_prompt, decode.tight
+        measured = sender.speed.knows_prompts and receiver.speed.knows_answers
         return Option(sender.worker_id, receiver.worker_id, *facts, prefill.held, decode.held, None, measured)
 
     def local(self, decode: DecodeOption, why: Local) -> Option:
