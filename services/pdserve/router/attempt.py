@@ -14,19 +14,28 @@ from pdserve.rpc.convert import end_reason_from_proto
 from pdserve.rpc.errors import error_from_call, from_server
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc
 
+Call = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 
-async def run_prefill(
+
+def start_prefill(
     channel: grpc.aio.Channel,
     request: prefill_pb2.PrefillRequest,
     timeout: float | None,
     entry: Entry | None,
     sink: Sink,
-) -> None:
+) -> asyncio.Task[None]:
     """Make the call and tell `sink` of its first token and of its failure; success is told by nothing more.
 
-    Closes `entry`, the call's account in the ledger, in the end. A cancel ends the work over there too.
+    Closes `entry`, the call's account in the ledger, in the end. A cancel of the task ends the work over there too.
     """
+    # Made here, not by the task: a first token waits for it, so it leaves before what is told to others.
     call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request, timeout=timeout)
+    task = asyncio.create_task(_follow(call, request, entry, sink), name=f"prefill {request.ticket[:8]}")
+    task.add_done_callback(lambda _: call.cancel())  # also where it was cancelled before it began
+    return task
+
+
+async def _follow(call: Call, request: prefill_pb2.PrefillRequest, entry: Entry | None, sink: Sink) -> None:
     alone = not request.decode_worker_id  # nobody takes the KV over
     complete = False
     try:
@@ -56,7 +65,6 @@ async def run_prefill(
         if not complete:
             sink(PrefillFailed(request.attempt, Unavailable("connection to the prefill worker lost"), lost=True))
     finally:
-        call.cancel()
         if entry is not None:
             entry.close()
 

@@ -102,7 +102,10 @@ class Dispatcher:
         waiting.priority, waiting.expected = self._counts(waiting.priority), self.expected(waiting.model)
         request = PlacementRequest(waiting.tokens, waiting.remaining, self._fleet.held(waiting.model, waiting.hashes))
         queue.add(waiting, least_work(request, self._fleet.view(waiting.model)))
-        self.wake(now=True)
+        if len(queue.waiting) > 1:
+            self.wake(now=True)
+        elif not self._look(waiting.model.name, queue):  # at once: nobody goes before it
+            self._rest_until = loop.time() + REST
         try:
             async with asyncio.timeout(max(0.0, timeout)):
                 return await future
@@ -141,15 +144,19 @@ class Dispatcher:
     def _dispatch(self) -> None:
         self._woken, went = None, False
         for name, queue in self._queues.items():
-            if count := len(queue.waiting):
-                with self._guarded(queue):
-                    self._pass(name, queue)
-                went = went or len(queue.waiting) < count
+            went |= self._look(name, queue)
         if went:
             self._rest_until = 0.0
             self.wake()  # a pass ends after so many
         else:
             self._rest_until = asyncio.get_running_loop().time() + REST
+
+    def _look(self, name: str, queue: ModelQueue) -> bool:
+        """One pass over a queue; whether anybody left it."""
+        if count := len(queue.waiting):
+            with self._guarded(queue):
+                self._pass(name, queue)
+        return len(queue.waiting) < count
 
     def _pass(self, name: str, queue: ModelQueue) -> None:
         """Look at the first ones of a queue, and place whom the policy says."""

@@ -84,6 +84,7 @@ class Follower:
                 if failure is not None or run.answer.ending is not None:
                     break
             await run.send_output()
+            run.timeline.tell()
             if run.answer.ending is not None:
                 return None
             if failure is not None:

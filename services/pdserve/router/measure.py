@@ -126,6 +126,7 @@ class Measure:
                 meter.rejected(code.name)
             return
         timeline = self.timeline
+        timeline.tell()
         seconds, ttft = timeline.waited, timeline.ttft
         self.usage.completion_tokens = timeline.tokens
         self.usage.stages.CopyFrom(timeline.told())

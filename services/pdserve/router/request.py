@@ -96,7 +96,7 @@ class RequestRun:
         """Send PromptInfo, the outputs and the finish, which is also returned. Raises PdserveError."""
         await self._resume()
         try:
-            async with meanwhile(self._send(inference_pb2.GenerateResponse(prompt=self._prompt_info()))) as self._told:
+            async with meanwhile(self._tell_prompt()) as self._told:
                 await self._until_complete()
         finally:
             self._dispatcher.answered(
@@ -284,17 +284,19 @@ class RequestRun:
             raise DeadlineExceeded(f"the client read nothing for {self._unread_seconds:g} s") from None
         self.timeline.sending = False
 
-    def _prompt_info(self) -> inference_pb2.PromptInfo:
+    async def _tell_prompt(self) -> None:
+        """Send PromptInfo."""
         spec = self._resolved.spec
         sampling, stopping = sampling_to_proto(spec.params)
         stopping.stop.extend(self._resolved.stops)
-        return inference_pb2.PromptInfo(
+        info = inference_pb2.PromptInfo(
             request_id=spec.request_id,
             model=self._resolved.model.name,
             prompt_tokens=spec.prompt_len,
             sampling=sampling,
             stopping=stopping,
         )
+        await self._send(inference_pb2.GenerateResponse(prompt=info))
 
     def _finish(self) -> inference_pb2.Finish:
         ending = self.answer.ending

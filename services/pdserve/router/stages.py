@@ -14,7 +14,7 @@ from pdserve.v1 import inference_pb2
 
 
 class TokenListener(Protocol):
-    """Hears of each token as it is timed. Times are seconds."""
+    """Hears of each token that was timed. Times are seconds."""
 
     def first_token(self, seconds: float) -> None: ...
     def gap(self, seconds: float) -> None: ...
@@ -35,6 +35,7 @@ class Timeline(Stamps):
     handover: bool = False  # the KV goes from one worker to another between the first token and the second
     sending: bool = False  # a message waits for its client to read; workers' events gather meanwhile
     _latest: int = 0
+    _told: int = 0  # tokens that the listener has heard of
 
     def dispatch(self, now: int, *, handover: bool = False) -> None:
         """A try starts. Once a token was shown, later tries are gaps between tokens and no stage of their own."""
@@ -49,16 +50,21 @@ class Timeline(Stamps):
         now = max(now, self._latest)
         if count == 1:
             self.first, self.computing = now, round(took * 1e9)
-            if self.listener is not None:
-                self.listener.first_token((now - self.arrived) / 1e9)
         else:
             if count == 2:
                 self.second, self.stepping = now, round(took * 1e9)
-            gap = (now - self._latest) / 1e9
-            self.gaps.append(gap)
-            if self.listener is not None:
-                self.listener.gap(gap)
+            self.gaps.append((now - self._latest) / 1e9)
         self._latest = now
+
+    def tell(self) -> None:
+        """Let the listener hear of the tokens that are new to it: when they are on their way, since that takes time."""
+        told, self._told = self._told, self.tokens
+        if self.listener is None or told == self._told:
+            return
+        if not told:
+            self.listener.first_token((self.first - self.arrived) / 1e9)
+        for gap in self.gaps[max(0, told - 1) :]:
+            self.listener.gap(gap)
 
     @staticmethod
     def now() -> int:

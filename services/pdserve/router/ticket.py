@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
+import grpc.aio
 import structlog
 
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.sequence import SequenceSpec
 from pdserve.router.assignment import Assignment
-from pdserve.router.attempt import run_prefill
+from pdserve.router.attempt import start_prefill
 from pdserve.router.events import (
     AlreadyReady,
     AttemptFailed,
@@ -113,15 +114,15 @@ class Ticket:
         await self.leave()
 
     def open(self) -> None:
-        """What entering does."""
+        """What entering does. The prefill first: a token waits for it, and for the reservation only the next one."""
+        if self.assignment.prefill is not None:
+            self._start_prefill()
         decode = self.assignment.decode
         if decode is not None:
             if self._session is None:
                 self._put(Lost(f"connection to {decode.worker_id} lost"))
             else:
                 self._session.submit(self.id, self.attempt, self._spec, self.prefill_worker_id, self._put)
-        if self.assignment.prefill is not None:
-            self._start_prefill()
 
     def close(self) -> None:
         """What leaving does, without waiting for its tasks. May be called again."""
@@ -154,7 +155,8 @@ class Ticket:
 
     def place(self, place: Callable[[], Awaitable[Assignment]]) -> None:
         """Find a worker to go on with; Placed tells what came of it."""
-        self._placing = self._spawn(self._place(place), "place")
+        self._placing = asyncio.create_task(self._place(place), name=f"place {self.id[:8]}")
+        self._tasks.add(self._placing)
 
     def stop_placing(self) -> None:
         """Look for no other worker, and let go of one that was found. May be called again."""
@@ -225,9 +227,6 @@ class Ticket:
     def _start_prefill(self) -> None:
         prefill, decode = self.assignment.prefill, self.assignment.decode
         assert prefill is not None
-        if self._channel is None:
-            self._put(PrefillFailed(self.attempt, Unavailable(f"connection to {prefill.worker_id} lost")))
-            return
         request = prefill_pb2.PrefillRequest(
             ticket=self.id,
             attempt=self.attempt,
@@ -236,8 +235,15 @@ class Ticket:
             decode_endpoint=decode.snapshot.endpoint if decode and decode.snapshot else "",
             decode_tokens_held=self.assignment.decode_tokens_held,
         )
-        work = run_prefill(self._channel, request, self._spec.time_remaining, self.assignment.prefill_entry, self._put)
-        self._prefill = self._spawn(work, "prefill")
+        entry, seconds = self.assignment.prefill_entry, self._spec.time_remaining
+        try:
+            if self._channel is not None:
+                self._prefill = start_prefill(self._channel, request, seconds, entry, self._put)
+                self._tasks.add(self._prefill)
+                return
+        except grpc.aio.UsageError:
+            pass  # the channel was closed since the worker was found
+        self._put(PrefillFailed(self.attempt, Unavailable(f"connection to {prefill.worker_id} lost")))
 
     def _put(self, event: Event) -> None:
         """Take an event, from the session's reader: never waits."""
@@ -286,8 +292,3 @@ class Ticket:
         if self._prefill is not None:
             self._prefill.cancel()
             self._prefill = None
-
-    def _spawn(self, work: Coroutine[Any, Any, None], kind: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=f"{kind} {self.id[:8]}")
-        self._tasks.add(task)
-        return task

@@ -70,7 +70,8 @@ async def resolve(
     params = _sampling(request, model.defaults)
     # Before tokenizing, with the largest max_tokens that could be: everything but the lengths is final.
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
-    replace(params, max_tokens=facts.max_model_len if explicit is None else explicit).check(facts.vocab_size)
+    params = replace(params, max_tokens=facts.max_model_len if explicit is None else explicit)
+    params.check(facts.vocab_size)
     tokens, field = await _prompt(request, model, facts)
     room = facts.max_model_len - len(tokens)
     if room < 1:
@@ -83,8 +84,9 @@ async def resolve(
             f"a prompt of {len(tokens)} tokens and max_tokens {explicit} make {len(tokens) + explicit}, "
             f"but max_model_len is {facts.max_model_len}",
         )
-    params = replace(params, max_tokens=room if explicit is None else explicit)
-    params.check(facts.vocab_size)
+    if explicit is None:
+        params = replace(params, max_tokens=room)
+        params.check(facts.vocab_size)
     resumed = _resumed(request, params, facts)
     spec = SequenceSpec(
         request_id=name,
@@ -176,8 +178,8 @@ async def _prompt(
             message = f"{count} tokens leave no room for an answer: max_model_len is {facts.max_model_len}"
             raise InvalidRequest(field, message)
         tokens = list(request.token_ids.ids)
-        outside = next((token for token in tokens if token >= facts.vocab_size), None)
-        if outside is not None:
+        if tokens and max(tokens) >= facts.vocab_size:
+            outside = next(token for token in tokens if token >= facts.vocab_size)
             raise InvalidRequest(field, f"token id {outside} is outside the vocabulary of {facts.vocab_size}")
     elif kind == "text":
         field = "text"

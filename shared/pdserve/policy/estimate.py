@@ -64,8 +64,8 @@ class Speed:
         """What predicts the mean of what `speeds` predict, for any work; `default` where there are none. It knows as
         much as the one that knows least."""
         some = list(speeds)
-        if not some:
-            return default
+        if len(some) < 2:
+            return some[0] if some else default
         columns = zip(*((s.step, s.token, s.square, s.answer, s.read) for s in some), strict=True)
         step, token, square, answer, read = (sum(column) / len(some) for column in columns)
         known = min(s.prompts for s in some), min(s.answers for s in some)

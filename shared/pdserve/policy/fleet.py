@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import partial
 from typing import Self
 
 from pdserve.core.layout import KVLayout
@@ -95,26 +94,26 @@ class WorkerView:
     prefill_backlog: int = field(init=False, compare=False)
     accepts_prompt: bool = field(init=False, compare=False)
     load: int = field(init=False, compare=False)
+    queued_tokens: int = field(init=False, compare=False)
+    queued_squares: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         """`room` are the blocks that a new sequence may count on; `answers` the sequences that are here, or will be
         soon; `prefill_backlog` the prompt tokens that wait to be computed, whoever sent them. A worker with a step's
         worth of prompts `accepts_prompt` no more: later ones are decided later, with newer views. `load` are the tokens
-        that it has to do with: its backlog, or for a decode worker all that its sequences hold."""
+        that it has to do with: its backlog, or for a decode worker all that its sequences hold. What is `queued` waits
+        to be computed here, or in the router for it."""
         backlog = self.prefill_tokens + self.reported_prefill_tokens
         held = max(self.outstanding_tokens, self.reported_owned_blocks * self.layout.block_size)
-        derive = partial(object.__setattr__, self)  # it is frozen for everybody else
-        derive("usable", self.connected and not self.draining)
-        derive("room", self.available_blocks - self.in_flight_blocks)
-        derive("answers", max(self.sequences, self.reported_sequences))
-        derive("prefill_backlog", backlog)
-        derive("accepts_prompt", backlog < max(1, self.max_num_batched_tokens))
-        derive("load", backlog if self.role is Role.PREFILL else held)
-
-    @property
-    def backlog_squares(self) -> int:
-        """Of what waits to be computed, with what waits in the router for it."""
-        return self.prefill_squares + self.reported_prefill_squares + self.claimed_squares
+        derive = object.__setattr__  # it is frozen for everybody else
+        derive(self, "usable", self.connected and not self.draining)
+        derive(self, "room", self.available_blocks - self.in_flight_blocks)
+        derive(self, "answers", max(self.sequences, self.reported_sequences))
+        derive(self, "prefill_backlog", backlog)
+        derive(self, "accepts_prompt", backlog < max(1, self.max_num_batched_tokens))
+        derive(self, "load", backlog if self.role is Role.PREFILL else held)
+        derive(self, "queued_tokens", backlog + self.claimed_tokens)
+        derive(self, "queued_squares", self.prefill_squares + self.reported_prefill_squares + self.claimed_squares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,5 +236,7 @@ class PlacementRequest:
 
     def held_tokens(self, worker: WorkerView) -> int:
         """Leading tokens that `worker` need not compute. The last one is always computed, for its logits."""
-        blocks = min(self.held.get(worker.worker_id, 0), (self.tokens - 1) // worker.layout.block_size)
-        return blocks * worker.layout.block_size
+        if not (blocks := self.held.get(worker.worker_id, 0)):
+            return 0
+        size = worker.layout.block_size
+        return min(blocks, (self.tokens - 1) // size) * size

@@ -15,8 +15,8 @@ from pdserve.policy.predict import (
     compute_seconds,
     gap_after,
     leveled,
+    leveled_time,
     link_seconds,
-    prompt_time,
     transfer_tail,
 )
 from pdserve.policy.reservation import fits
@@ -141,18 +141,21 @@ def decode_options(
         if not room.fits(worker, blocks):
             continue
         tight = request.expected > 0 and request.blocks_to_end(worker) - blocks > worker.room
-        gap = gap_after(worker, request, view.answer_speed(worker))
-        even = leveled(gap, gap_after(worker, request, view.assumed.usual_answers))
+        joined = worker.answers + 1, worker.load + request.tokens
+        gap = view.answer_speed(worker).decode_seconds(*joined)
+        even = leveled(gap, view.assumed.usual_answers.decode_seconds(*joined))
         near = worker.worker_id in request.near
         ties = not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id
-        found.append(((tight, even, *ties), DecodeOption(worker, held, gap, tight)))
+        found.append(((tight, even, *ties), (worker, held, gap, tight)))
     found.sort(key=itemgetter(0))
-    best, others = [option for _, option in found[:BEST]], found[BEST:]
+    best, others = [DecodeOption(*facts) for _, facts in found[:BEST]], found[BEST:]
     if computing and others:
-        soonest = sorted((option for _, option in others), key=lambda option: _soonest(option, view, request))
+        soonest = sorted((DecodeOption(*facts) for _, facts in others), key=lambda o: _soonest(o, view, request))
         best += soonest[:BEST]
-    holder = max((option for _, option in others), key=lambda option: option.held, default=None)
-    return [*best, holder] if holder is not None and holder.held > max(option.held for option in best) else best
+    holder = max((facts for _, facts in others), key=itemgetter(1), default=None)
+    if holder is not None and holder[1] > max(option.held for option in best):
+        best.append(DecodeOption(*holder))
+    return best
 
 
 def _soonest(option: DecodeOption, view: FleetView, request: PlacementRequest) -> tuple[bool, bool, float]:
@@ -165,8 +168,7 @@ def _prompt_times(
     worker: WorkerView, request: PlacementRequest, view: FleetView, held: int
 ) -> tuple[PromptTime, float]:
     """When the prompt would be through on `worker`, which has `held` tokens of it, and the seconds to choose it by."""
-    time = prompt_time(worker, request, view.prompt_speed(worker), held)
-    return time, leveled(time.total, prompt_time(worker, request, view.assumed.usual_prompts, held).total)
+    return leveled_time(worker, request, view.prompt_speed(worker), view.assumed.usual_prompts, held)
 
 
 def prefill_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[PrefillOption]:
@@ -180,11 +182,11 @@ def prefill_options(workers: Iterable[WorkerView], view: FleetView, request: Pla
         time, even = _prompt_times(worker, request, view, held)
         near = worker.worker_id in request.near
         rank = (even, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
-        found.append((rank, PrefillOption(worker, held, time, even)))
+        found.append((rank, (worker, held, time, even)))
     found.sort(key=itemgetter(0))
-    best = [option for _, option in found[:BEST]]
+    best, others = [PrefillOption(*facts) for _, facts in found[:BEST]], found[BEST:]
     if not any(option.worker.accepts_prompt for option in best):
-        best += [option for _, option in found[BEST:] if option.worker.accepts_prompt][:1]
+        best += [PrefillOption(*facts) for _, facts in others if facts[0].accepts_prompt][:1]
     return best
 
 
@@ -206,25 +208,28 @@ class Judge:
         targets = request.planned
         self.ttft, self.itl = max(targets.ttft, 1.5 * alone), max(targets.itl, 1.1 * gap)
 
-    def remote(self, prefill: PrefillOption, decode: DecodeOption | None) -> Option:
-        """Prefill there, decode here; without a decode worker nobody takes the KV."""
-        sender, time, even = prefill.worker, prefill.time, prefill.even
-        accepts, measured = sender.accepts_prompt, sender.speed.knows_prompts
-        if decode is None:
-            cost = even / self.ttft
-            return self._option(
-                sender.worker_id, None, time, 0.0, 0.0, cost, False, accepts, prefill.held, 0, measured=measured
-            )
-        receiver, request = decode.worker, self._request
+    def alone(self, prefill: PrefillOption) -> Option:
+        """Prefill there; nobody takes the KV."""
+        worker, time, cost = prefill.worker, prefill.time, prefill.even / self.ttft
+        late, slow = self._misses(time.total, 0.0)
+        facts = time.queue, time.compute, 0.0, 0.0, late, slow, cost, worker.accepts_prompt, False, prefill.held, 0
+        return Option(worker.worker_id, None, *facts, None, worker.speed.knows_prompts)
+
+    def remote(self, prefill: PrefillOption, decode: DecodeOption) -> Option:
+        """Prefill there, decode here."""
+        sender, receiver, request = prefill.worker, decode.worker, self._request
+        time, cost = prefill.time, prefill.even / self.ttft
         if decode.held > prefill.held:
             time = self._pulled(prefill, decode)
+            cost += (time.compute - prefill.time.compute) / self.ttft  # what pulling saves
         transfer = transfer_tail(sender, receiver, request.tokens - decode.held, time.compute)
-        even += time.total - prefill.time.total  # what pulling saves
-        gap, even_gap = self._gaps(receiver, time.total + transfer)
-        cost = (even + transfer) / self.ttft + even_gap / self.itl
-        measured = measured and receiver.speed.knows_answers
-        names, held = (sender.worker_id, receiver.worker_id), (prefill.held, decode.held)
-        return self._option(*names, time, transfer, gap, cost, decode.tight, accepts, *held, measured=measured)
+        ttft = time.total + transfer
+        gap, even_gap = self._gaps(receiver, ttft)
+        cost += transfer / self.ttft + even_gap / self.itl
+        late, slow = self._misses(ttft, gap)
+        facts = time.queue, time.compute, transfer, gap, late, slow, cost, sender.accepts_prompt, decode.tight
+        measured = sender.speed.knows_prompts and receiver.speed.knows_answers
+        return Option(sender.worker_id, receiver.worker_id, *facts, prefill.held, decode.held, None, measured)
 
     def local(self, decode: DecodeOption, why: Local) -> Option:
         """The decode worker does both. What its running answers lose by it counts where prefill workers are there to
@@ -238,45 +243,23 @@ class Judge:
             chunks = math.ceil((request.tokens - held) / max(1, worker.max_num_batched_tokens))
             longest = gap + time.compute / chunks if worker.answers else gap
         cost = (even + harm) / self.ttft + even_gap / self.itl
-        names, accepts = (None, worker.worker_id), worker.accepts_prompt
+        late, slow = self._misses(time.total, max(gap, longest))
+        facts = time.queue, time.compute, 0.0, gap, late, slow, cost, worker.accepts_prompt, decode.tight, held, held
         measured = worker.speed.knows_prompts and worker.speed.knows_answers
-        return self._option(
-            *names, time, 0.0, gap, cost, decode.tight, accepts, held, held, why, measured, longest=longest
-        )
+        return Option(None, worker.worker_id, *facts, why, measured)
+
+    def _misses(self, ttft: float, gap: float) -> tuple[float, float]:
+        """By how much the first token would be late, and the others slow."""
+        return _excess(self._request.waited + ttft, self.ttft), _excess(gap, self.itl)
 
     def _gaps(self, worker: WorkerView, seconds: float) -> tuple[float, float]:
         """Between tokens on `worker` once this answer has joined in `seconds`, and what to choose it by."""
-        gap, mean = (
-            gap_after(worker, self._request, speed, seconds)
-            for speed in (self._view.answer_speed(worker), self._view.assumed.usual_answers)
-        )
-        return gap, leveled(gap, mean)
+        view, request = self._view, self._request
+        gap = gap_after(worker, request, view.answer_speed(worker), seconds)
+        return gap, leveled(gap, gap_after(worker, request, view.assumed.usual_answers, seconds))
 
     def _compute(self, worker: WorkerView, held: int) -> float:
         return compute_seconds(worker, self._request, self._view.prompt_speed(worker), held)
-
-    def _option(
-        self,
-        prefill: str | None,
-        decode: str | None,
-        time: PromptTime,
-        transfer: float,
-        gap: float,
-        cost: float,
-        tight: bool,
-        accepts: bool,
-        cached: int,
-        there: int,
-        local: Local | None = None,
-        measured: bool = True,
-        *,
-        longest: float = 0.0,
-    ) -> Option:
-        ttft = time.total + transfer
-        late = _excess(self._request.waited + ttft, self.ttft)
-        slow = _excess(max(gap, longest), self.itl)
-        said = cached, there, local, measured
-        return Option(prefill, decode, time.queue, time.compute, transfer, gap, late, slow, cost, accepts, tight, *said)
 
     def _pulled(self, prefill: PrefillOption, decode: DecodeOption) -> PromptTime:
         """With what the decode worker has and the prefill worker lacks taken over their link, where that is faster."""
@@ -318,4 +301,4 @@ def options(
 
 def _excess(value: float, target: float) -> float:
     """By how much `value` misses `target`, as a share of it, in steps."""
-    return max(0.0, math.ceil((value / target - 1) / STEP - 1e-9) * STEP)
+    return math.ceil((value / target - 1) / STEP - 1e-9) * STEP if value > target else 0.0

@@ -28,15 +28,10 @@ class PromptTime(NamedTuple):
 def prompt_time(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> PromptTime:
     """For `request` on `worker`, which has `held` of its leading tokens, behind all prompts that are there or bound
     for there."""
-    waiting = worker.prefill_backlog + worker.claimed_tokens
-    queue = speed.prompt_seconds(waiting, worker.backlog_squares, worker.max_num_batched_tokens) if waiting else 0.0
+    queue, queued = 0.0, worker.queued_tokens
+    if queued:
+        queue = speed.prompt_seconds(queued, worker.queued_squares, worker.max_num_batched_tokens)
     return PromptTime(queue, compute_seconds(worker, request, speed, held))
-
-
-def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> float:
-    """For `request` on `worker` alone, which has `held` of its leading tokens."""
-    tokens = request.tokens
-    return speed.prompt_seconds(tokens - held, tokens * tokens - held * held, worker.max_num_batched_tokens)
 
 
 def leveled(own: float, mean: float) -> float:
@@ -47,6 +42,25 @@ def leveled(own: float, mean: float) -> float:
     nothing to measure themselves again by. Whether a target is kept is for its own measure to say in any case.
     """
     return mean if mean <= ALIKE * own and own <= ALIKE * mean else own
+
+
+def leveled_time(
+    worker: WorkerView, request: PlacementRequest, speed: Speed, mean: Speed, held: int
+) -> tuple[PromptTime, float]:
+    """`prompt_time` by the worker's own `speed`, and the seconds to choose it by (see `leveled`)."""
+    chunk, tokens, queue = worker.max_num_batched_tokens, request.tokens, 0.0
+    new, squares = tokens - held, tokens * tokens - held * held
+    compute, alike = speed.prompt_seconds(new, squares, chunk), mean.prompt_seconds(new, squares, chunk)
+    if queued := worker.queued_tokens:
+        queue = speed.prompt_seconds(queued, worker.queued_squares, chunk)
+        alike += mean.prompt_seconds(queued, worker.queued_squares, chunk)
+    return PromptTime(queue, compute), leveled(queue + compute, alike)
+
+
+def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> float:
+    """For `request` on `worker` alone, which has `held` of its leading tokens."""
+    tokens = request.tokens
+    return speed.prompt_seconds(tokens - held, tokens * tokens - held * held, worker.max_num_batched_tokens)
 
 
 def gap_after(

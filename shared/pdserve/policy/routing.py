@@ -139,7 +139,7 @@ def _prefill_only(view: FleetView, request: PlacementRequest) -> Decision:
         return Decision(Kind.WAIT, "no prefill worker has room")
     reason = "a single token needs no decode worker"
     judge = Judge(view, request, prefills, ())
-    found = tuple(judge.remote(prefill, None) for prefill in prefills[:SHOWN])
+    found = tuple(judge.alone(prefill) for prefill in prefills[:SHOWN])
     return Decision(Kind.PREFILL_ONLY, reason, prefills[0].worker.worker_id, None, found, len(found))
 
 

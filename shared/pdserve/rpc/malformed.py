@@ -28,6 +28,7 @@ class MalformedMessages(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self._garbage = Garbage()
+        self._handlers: dict[Handler, Handler] = {}  # those that read so, by those that are served
 
     async def intercept_service(
         self,
@@ -37,6 +38,13 @@ class MalformedMessages(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
+        ours = self._handlers.get(handler)
+        if ours is None:
+            ours = self._handlers[handler] = self._reading(handler)
+        return ours
+
+    def _reading(self, handler: Handler) -> Handler:
+        assert handler.request_deserializer is not None
         read, write = _reader(handler.request_deserializer, self._garbage), handler.response_serializer
         if handler.stream_stream:
             return grpc.stream_stream_rpc_method_handler(handler.stream_stream, read, write)

@@ -142,5 +142,6 @@ async def test_the_door_learns_from_those_whose_targets_are_kept(
         await visit.admit(asked, asyncio.get_running_loop().time() + 1000.0)
         for number in range(1, 12):
             measure.timeline.token(measure.timeline.arrived + number * 100_000_000_000, number)
+        measure.timeline.tell()
     margins = door.margins["tiny"]
     assert (margins.ttft.factor > 1.0, margins.gap.factor > 1.0) == learned

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from pdserve.core.errors import Unavailable
-from pdserve.router.attempt import run_prefill
+from pdserve.router.attempt import start_prefill
 from pdserve.router.events import Event, PrefillFailed
 from pdserve.router.ledger import Ledger, Work
 from pdserve.rpc.channel import connect
@@ -46,7 +46,7 @@ async def test_a_call_that_ends_with_its_channel_has_failed(told: bool) -> None:
     ledger = Ledger()
     async with connect(f"127.0.0.1:{port}") as channel, asyncio.timeout(PATIENCE):
         request = prefill_pb2.PrefillRequest(ticket="t", attempt=1)
-        call = asyncio.create_task(run_prefill(channel, request, None, ledger.add(Work(1)), events.append))
+        call = start_prefill(channel, request, None, ledger.add(Work(1)), events.append)
         await silent.called.wait()
         if not told:
             call.cancel()

@@ -212,6 +212,7 @@ def first_token(measure: Measure, decided: float, came: float) -> None:
     timeline = measure.timeline
     measure.decisions.note(PLACED, REQUEST, timeline.arrived + timeline.offset + round(decided * MS))
     timeline.token(timeline.arrived + round(came * MS), 1)
+    timeline.tell()
 
 
 def test_a_prediction_is_held_against_what_came_after_the_decision() -> None:
@@ -219,6 +220,7 @@ def test_a_prediction_is_held_against_what_came_after_the_decision() -> None:
     measure = measured(heard)
     first_token(measure, 400, 463)
     measure.timeline.token(measure.timeline.arrived + 500 * MS, 2)
+    measure.timeline.tell()
     assert heard.pairs == [(pytest.approx(0.042), pytest.approx(0.063))], "the wait before it was not predicted"
 
 
@@ -227,8 +229,10 @@ def test_what_stands_on_no_measurement_is_no_prediction() -> None:
     measure = measured(heard)
     measure.decisions.note(HERE, REQUEST, START)
     measure.timeline.token(measure.timeline.arrived + MS, 1)
+    measure.timeline.tell()
     measure = measured(heard)
     measure.timeline.token(measure.timeline.arrived + MS, 1)
+    measure.timeline.tell()
     assert heard.pairs == []
 
 

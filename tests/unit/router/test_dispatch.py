@@ -115,6 +115,20 @@ async def test_what_waits_is_work_as_far_as_nobody_holds_it() -> None:
     await stopped(*waits)
 
 
+async def test_who_finds_nobody_waiting_waits_for_no_turn_of_the_loop() -> None:
+    fleet = Books()
+    fleet.add("d0", seats=1)
+    asker = Asker(dispatcher := Dispatcher(fleet, 10))
+    with pytest.raises(StopIteration) as over:
+        dispatcher.place(asker.waiting(), PATIENCE).send(None)
+    waits = asyncio.create_task(dispatcher.place(asker.waiting(), PATIENCE))
+    await asyncio.wait([waits], timeout=0)
+    assert dispatcher.waiting(MODEL) == 1
+    over.value.value.release()
+    dispatcher.wake(now=True)
+    (await asyncio.wait_for(waits, PATIENCE)).release()
+
+
 @pytest.mark.parametrize("empty, order", [(False, "ababa"), (True, "abaab")])
 async def test_an_answer_is_charged_when_it_begins_and_settled_when_it_ends(empty: bool, order: str) -> None:
     """One place. Answers were of 1,000 tokens lately, so that prompts of 10 and of 600 tokens cost about as much; until
@@ -129,9 +143,16 @@ async def test_an_answer_is_charged_when_it_begins_and_settled_when_it_ends(empt
         if empty:
             dispatcher.answered(MODEL, item.wishes, 0, 0, item.account, whole=False)
 
-    async with asyncio.TaskGroup() as tasks:
-        for tenant, tokens in (("a", 10), ("a", 10), ("a", 10), ("b", 600), ("b", 600)):
-            tasks.create_task(asker.ask(tenant, over, tenant=tenant, tokens=tokens, remaining=1000))
+    held = await dispatcher.place(asker.waiting("c"), PATIENCE)
+    asked = (("a", 10), ("a", 10), ("a", 10), ("b", 600), ("b", 600))
+    waits = [
+        asyncio.create_task(asker.ask(tenant, over, tenant=tenant, tokens=tokens, remaining=1000))
+        for tenant, tokens in asked
+    ]
+    await asyncio.wait(waits, timeout=0)
+    held.release()
+    dispatcher.wake(now=True)
+    await asyncio.gather(*waits)
     assert "".join(asker.placed) == order
 
 
