@@ -27,8 +27,9 @@ static inline operand operand_at(const element *at) { return load(at); }
 static inline floats multiply_add(floats sum, operand a, operand b) { return sum + a * b; }
 #endif
 
-/* Rows of a tile; rows that come sooner by the first one's reading; rows that stay in a core's second cache. */
-enum { TALL = 4, FEW_ROWS = 8, CHUNK_ROWS = 64 };
+/* Rows of a tile; rows that come sooner by the first one's reading; rows that stay in a core's second cache; products
+   that are not worth waking other threads for. */
+enum { TALL = 4, FEW_ROWS = 8, CHUNK_ROWS = 64, FEW_PRODUCTS = 1 << 17 };
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -125,7 +126,7 @@ static inline __attribute__((always_inline)) void multiply(const element *x, int
    [outputs] unless NULL. Rows of `x` begin `stride` elements apart, those of `out` follow one another. */
 void linear(const element *x, int64_t stride, const element *weight, const element *bias, int64_t rows, int64_t inputs,
             int64_t outputs, element *out) {
-#pragma omp parallel
+#pragma omp parallel if (rows * inputs * outputs > FEW_PRODUCTS)
   for (int64_t row = 0; row < rows; row += CHUNK_ROWS) {
     int64_t count = smaller(rows - row, CHUNK_ROWS);
 #pragma omp for schedule(static) nowait
