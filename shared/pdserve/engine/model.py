@@ -127,7 +127,7 @@ class CausalLM:
         x = ops.add_norm(hidden, None, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
             q, k, v = self._project(layer, x, rotation)
-            kv.append(index, attn.slots, k, v)
+            ops.store(kv, index, attn.slots, k, v)
             if on_layer is not None:
                 on_layer(index)
             heads = self.backend.forward(index, q, k, v, kv, attn, self.config.windows[index])
