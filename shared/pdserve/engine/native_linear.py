@@ -3,7 +3,8 @@
 With few rows a product is as fast as its matrix is read, and a core reads
 fastest from the first byte to the last, in huge pages.
 Measured on one core of an EPYC with AVX512-BF16, SmolLM2's layers in bfloat16, ms (oneDNN packed, this): 1 row 13.0 and
-6.9, 8 rows 19.2 and 19.7, 32 rows 41.6 and 41.3, 512 rows 509 and 556.
+6.9, 8 rows 19.2 and 19.7, 32 rows 41.6 and 41.3, 512 rows 509 and 556. In float32
+1 row 29.0 and 13.0, 32 rows 81 and 99, 512 rows 1,159 and 1,468: prompts would pay for it, so it is oneDNN's.
 """
 
 from __future__ import annotations
@@ -90,12 +91,11 @@ def choose_matrices(attention: str, dtype: torch.dtype, device: torch.device) ->
 
 
 def _is_faster(dtype: torch.dtype) -> bool:
-    """Its tiles want 32 registers of 512 bits and bfloat16 an instruction of its own; with AMX prompts are oneDNN's."""
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        return False
-    if dtype == torch.bfloat16:
-        return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
-    return dtype == torch.float32
+    """Its tiles want 32 registers of 512 bits and an instruction for bfloat16; with AMX prompts are oneDNN's, and in
+    float32 they are a fifth slower here."""
+    wide = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    instruction = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    return dtype == torch.bfloat16 and wide and instruction
 
 
 def _huge(size: int) -> torch.Tensor:
