@@ -67,7 +67,7 @@ class Matrices(Protocol):
         """x [T, in] times a weight, plus bias: [T, out]."""
 
     def rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The rows of a weight at int64 ids [T]: [T, in]."""
+        """The rows of a weight at int64 ids [T]: [T, in]. Raises IndexError for an id that is none."""
 
 
 class TorchMatrices:

@@ -43,8 +43,7 @@ class NativeMatrices:
         self._linear.argtypes = [pointer, number, pointer, pointer, number, number, number, pointer]
         self._pack.argtypes = [pointer, number, number, pointer]
         self._take_rows.argtypes = [pointer, number, number, pointer, number, pointer]
-        for kernel in (self._linear, self._pack, self._take_rows):
-            kernel.restype = None
+        self._linear.restype = self._pack.restype = None
         self._dtype = dtype
         self._arena = torch.empty(0, dtype=torch.uint8)
 
@@ -64,7 +63,8 @@ class NativeMatrices:
 
     def rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = weight.new_empty((len(ids), weight.shape[1]))
-        self._take_rows(weight.data_ptr(), *weight.shape, ids.data_ptr(), len(ids), out.data_ptr())
+        if self._take_rows(weight.data_ptr(), *weight.shape, ids.data_ptr(), len(ids), out.data_ptr()):
+            raise IndexError(f"an id is not below {len(weight)}")
         return out
 
     def _room(self, size: int) -> torch.Tensor:

@@ -83,7 +83,11 @@ def test_rows_of_a_packed_matrix(matrices, dtype):
     for outputs, inputs in SHAPES:
         weight = draw(outputs, inputs, dtype=dtype)
         ids = torch.tensor([outputs - 1, 0, outputs // 2, outputs - 1])
-        assert torch.equal(matrices.rows(ids, matrices.pack(weight)), weight[ids])
+        packed = matrices.pack(weight)
+        assert torch.equal(matrices.rows(ids, packed), weight[ids])
+        for wrong in (-1, outputs):
+            with pytest.raises(IndexError, match="not below"):
+                matrices.rows(torch.tensor([0, wrong]), packed)
 
 
 @compiles

@@ -154,9 +154,11 @@ void pack(const element *weight, int64_t outputs, int64_t inputs, element *packe
   }
 }
 
-/* `out` [count, inputs]: the rows `ids` of `weight` [outputs, inputs] in `pack`'s order. */
-void take_rows(const element *weight, int64_t outputs, int64_t inputs, const int64_t *ids, int64_t count, element *out) {
+/* `out` [count, inputs]: the rows `ids` of `weight` [outputs, inputs] in `pack`'s order. 1 for an id that
+   is none, and then `out` is not whole. */
+int take_rows(const element *weight, int64_t outputs, int64_t inputs, const int64_t *ids, int64_t count, element *out) {
   for (int64_t i = 0; i < count; i++) {
+    if (ids[i] < 0 || ids[i] >= outputs) return 1;
     int64_t first = ids[i] / LANES * LANES, width = smaller(outputs - first, LANES);
     for (int64_t at = 0; at < inputs; at += STEP) {
       int64_t step = smaller(inputs - at, STEP);
@@ -164,4 +166,5 @@ void take_rows(const element *weight, int64_t outputs, int64_t inputs, const int
       memcpy(out + i * inputs + at, from, (size_t)step * sizeof(element));
     }
   }
+  return 0;
 }
