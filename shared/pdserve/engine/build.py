@@ -15,9 +15,10 @@ from pdserve.engine.config import ModelConfig
 from pdserve.engine.engine import Engine, LayerListener
 from pdserve.engine.fingerprint import model_fingerprint
 from pdserve.engine.kv_cache import KVCache
-from pdserve.engine.linear import cpu_multiplies, packs
+from pdserve.engine.linear import cpu_multiplies
 from pdserve.engine.model import CausalLM
 from pdserve.engine.native.build import NativeError
+from pdserve.engine.native_linear import choose_matrices
 from pdserve.engine.pointwise import NativePointwise, Pointwise, TorchPointwise
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import SchedulerConfig
@@ -80,9 +81,9 @@ def build_engine(
         raise ConfigError(f"kv_transfer_dtype {travels!r} is unknown; use auto, int8 or fp8")
     layout = replace(model.layout(options.block_size, model_fingerprint(options.model)), transfer_dtype=travels)
     load_weights(model, options.model, progress and (lambda done, total: progress("weights", done / total)))
-    packed, order = packs(dtype, device)
-    if packed:
-        model.pack()
+    matrices, order = choose_matrices(backend.name, dtype, device)
+    if matrices is not None:
+        model.pack(matrices)
     num_blocks, memory_note = _num_blocks(options, layout, device, max_model_len)
     kv = KVCache(layout, num_blocks, device)
     runner = Runner(model, kv, backend, device)

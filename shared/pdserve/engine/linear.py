@@ -8,6 +8,7 @@ and 4 rows; 8 rows 6.6 plain and 12.1 packed; 32 rows 3.8 and 5.1, which is 0.8 
 from __future__ import annotations
 
 import platform
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -52,3 +53,33 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         x = x.expand(_FEWEST_ROWS, -1) if rows == 1 else F.pad(x, (0, 0, 0, _FEWEST_ROWS - rows))
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product[:rows]
+
+
+class Matrices(Protocol):
+    """How a model's matrices [out, in] are kept and multiplied. What `pack` returns is of use to the others alone."""
+
+    gives_rows: bool  # whether `rows` takes what is packed
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """A copy in the order that products read."""
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] times a weight, plus bias: [T, out]."""
+
+    def rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The rows of a weight at int64 ids [T]: [T, in]. Raises IndexError for an id that is none."""
+
+
+class TorchMatrices:
+    """See `Matrices`: plain, or packed for oneDNN where `packs` says so."""
+
+    gives_rows = False
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        return pack(weight)
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, weight, bias)
+
+    def rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, weight)

@@ -12,7 +12,7 @@ from pdserve.core.layout import KVLayout
 from pdserve.engine.attention import AttentionBackend, AttentionMetadata
 from pdserve.engine.config import ModelConfig
 from pdserve.engine.kv_cache import KVCache
-from pdserve.engine.linear import linear, pack
+from pdserve.engine.linear import Matrices, TorchMatrices
 from pdserve.engine.pointwise import Pointwise, Rotation, TorchPointwise
 from pdserve.engine.rope import rope_table
 
@@ -56,6 +56,7 @@ class CausalLM:
         self.config = config
         self.backend = backend
         self.pointwise: Pointwise = pointwise or TorchPointwise()
+        self.matrices: Matrices = TorchMatrices()
         self.dtype = dtype
         self.device = torch.device(device)
         self.max_model_len = max_model_len or config.max_position_embeddings
@@ -87,12 +88,15 @@ class CausalLM:
             down_bias=self._empty(c.hidden_size) if c.mlp_bias else None,
         )
 
-    def pack(self) -> None:
-        """Put the matrices in the order that this CPU multiplies in, for good: see `engine.linear.packs`.
+    def pack(self, matrices: Matrices) -> None:
+        """Put the matrices in the order that this CPU multiplies in, for good.
 
-        An output matrix that is also the embedding is there twice from then on.
+        An output matrix that is also the embedding is there twice from then on, unless `matrices` give its rows.
         """
+        self.matrices, tied, pack = matrices, self.lm_head is self.embedding, matrices.pack
         self.lm_head = pack(self.lm_head)
+        if tied and matrices.gives_rows:
+            self.embedding = self.lm_head
         for layer in self.layers:
             layer.qkv, layer.o = pack(layer.qkv), pack(layer.o)
             layer.gate_up, layer.down = pack(layer.gate_up), pack(layer.down)
@@ -116,20 +120,21 @@ class CausalLM:
         Each layer stores the batch's K and V at attn.slots, then calls `on_layer` with its index (from then on they
         may be read: on a CPU at once, on a GPU in stream order), then attends and runs its MLP.
         """
-        eps, ops = self.config.rms_norm_eps, self.pointwise
+        eps, ops, product = self.config.rms_norm_eps, self.pointwise, self.matrices.product
         rotation = ops.rotation(positions, self._rope)
-        hidden = F.embedding(token_ids, self.embedding)
+        embed = self.matrices.rows if self.embedding is self.lm_head else F.embedding
+        hidden = embed(token_ids, self.embedding)
         x = ops.add_norm(hidden, None, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
             q, k, v = self._project(layer, x, rotation)
-            kv.append(index, attn.slots, k, v)
+            ops.store(kv, index, attn.slots, k, v)
             if on_layer is not None:
                 on_layer(index)
             heads = self.backend.forward(index, q, k, v, kv, attn, self.config.windows[index])
-            x = ops.add_norm(hidden, linear(heads, layer.o, layer.o_bias), layer.post_norm, eps)
-            gated = ops.gate(linear(x, layer.gate_up, layer.gate_up_bias))
+            x = ops.add_norm(hidden, product(heads, layer.o, layer.o_bias), layer.post_norm, eps)
+            gated = ops.gate(product(x, layer.gate_up, layer.gate_up_bias))
             following = self.layers[index + 1].input_norm if index + 1 < len(self.layers) else self.norm
-            x = ops.add_norm(hidden, linear(gated, layer.down, layer.down_bias), following, eps)
+            x = ops.add_norm(hidden, product(gated, layer.down, layer.down_bias), following, eps)
         return x
 
     def _project(
@@ -137,7 +142,7 @@ class CausalLM:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, heads, size], k and v [T, KV heads, size] of x [T, hidden], q and k normalised and rotated."""
         c = self.config
-        qkv = linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, c.head_size)
+        qkv = self.matrices.product(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, c.head_size)
         qk, v = qkv.split_with_sizes((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = qk.split_with_sizes((c.num_heads, c.num_kv_heads), dim=1)
@@ -148,7 +153,7 @@ class CausalLM:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [R, vocabulary] of hidden states [R, hidden]."""
-        return linear(hidden, self.lm_head).float()
+        return self.matrices.product(hidden, self.lm_head).float()
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from pdserve.core.errors import ConfigError
 from pdserve.engine.attention import HeadShape
+from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.native import build as native
 from pdserve.engine.rope import apply_rope
 
@@ -47,6 +48,9 @@ class Pointwise(Protocol):
     def rotate(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """x [T, heads, size] rotated, in place or anew; a token's heads follow one another in memory."""
 
+    def store(self, kv: KVCache, index: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """`KVCache.append` of one layer's keys and values; a token's heads follow one another in memory."""
+
 
 class TorchPointwise:
     """See `Pointwise`."""
@@ -69,6 +73,9 @@ class TorchPointwise:
         cos, sin = rotation
         return apply_rope(x, cos.to(x.dtype), sin.to(x.dtype))
 
+    def store(self, kv: KVCache, index: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        kv.append(index, slots, keys, values)
+
 
 class NativePointwise:
     """See `Pointwise`; widths are multiples of 16. Raises ConfigError for others and for dtypes that the kernels do not
@@ -80,11 +87,13 @@ class NativePointwise:
         defines = {"HEAD": shape.size, "KV_HEADS": shape.kv_heads, "GROUP": 1, "BLOCK": 1}
         library = native.load(SOURCE, defines | {"BFLOAT16": int(dtype == torch.bfloat16)})
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._add_norm, self._gate, self._rotate = library.add_norm, library.gate, library.rotate
+        self._add_norm, self._gate = library.add_norm, library.gate
+        self._rotate, self._store = library.rotate, library.store_rows
         self._add_norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, number, number, pointer]
         self._gate.argtypes = [pointer, number, number, pointer]
         self._rotate.argtypes = [pointer, number, pointer, pointer, number, number]
-        for kernel in (self._add_norm, self._gate, self._rotate):
+        self._store.argtypes = [pointer, number, pointer, pointer, number, pointer, number, number]
+        for kernel in (self._add_norm, self._gate, self._rotate, self._store):
             kernel.restype = None
 
     def add_norm(
@@ -108,3 +117,8 @@ class NativePointwise:
         positions, table = rotation
         self._rotate(x.data_ptr(), x.stride(0), positions.data_ptr(), table.data_ptr(), x.shape[0], x.shape[1])
         return x
+
+    def store(self, kv: KVCache, index: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        pages = kv.data[index]
+        k, v = (keys.data_ptr(), keys.stride(0)), (values.data_ptr(), values.stride(0))
+        self._store(pages.data_ptr(), pages.stride(0), slots.data_ptr(), *k, *v, len(slots))

@@ -15,6 +15,7 @@ from pdserve.engine.model import CausalLM, Layer
 Progress = Callable[[int, int], None]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_MAPPED_BYTES = 64 << 20
 
 
 def load_weights(model: CausalLM, folder: Path, progress: Progress | None = None) -> None:
@@ -45,11 +46,23 @@ def load_weights(model: CausalLM, folder: Path, progress: Progress | None = None
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a file by name, mapped. Raises ModelError where the file cannot be read."""
+    """Each tensor of a file by name, mapped. Raises ModelError where the file cannot be read.
+
+    What was read of a mapping counts as this process's memory, and goes with its last tensor: so it is mapped anew now
+    and then, or a process would have all weights twice at its peak.
+    """
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                yield name, file.get_tensor(name)
+            names = list(file.keys())
+        while names:
+            with safe_open(path, framework="pt") as file:
+                read = 0
+                while names and read < _MAPPED_BYTES:
+                    name = names.pop(0)
+                    tensor = file.get_tensor(name)
+                    read += tensor.nbytes
+                    yield name, tensor
+                    del tensor
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
 

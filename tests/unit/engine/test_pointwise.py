@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.layout import KVLayout
 from pdserve.engine.attention import HeadShape
 from pdserve.engine.config import RopeConfig
+from pdserve.engine.kv_cache import KVCache
 from pdserve.engine.pointwise import NativePointwise, TorchPointwise
 from pdserve.engine.rope import rope_table
 
@@ -74,6 +76,21 @@ def test_rotation(ops, dtype, positions):
     got = ops.rotate(x, ops.rotation(torch.tensor(positions), table))
     torch.testing.assert_close(got.double(), want, atol=4e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
     assert torch.equal(rows[:, 6:], rest)
+
+
+@pytest.mark.parametrize("slots", [[7], list(range(40, 8, -1))], ids=len)
+def test_keys_and_values_go_to_their_slots_and_nowhere_else(ops, dtype, slots):
+    """From the last heads of rows, which have others before them."""
+    layout = KVLayout(16, 2, SHAPE.kv_heads, SHAPE.size, str(dtype).removeprefix("torch."), bytes(16))
+    kv = KVCache(layout, 3, "cpu")
+    kv.data.copy_(draw(*kv.data.shape, dtype=dtype))
+    rows, others = draw(len(slots), 7, SHAPE.size, dtype=dtype, seed=1), draw(len(slots), 2, SHAPE.size, dtype=dtype)
+    keys, values = rows[:, 6:], others[:, 1:]
+    want = kv.data.clone()
+    for place, slot in enumerate(slots):
+        want[1, 0, slot], want[1, 1, slot] = keys[place], values[place]
+    ops.store(kv, 1, torch.tensor(slots), keys, values)
+    assert torch.equal(kv.data, want)
 
 
 def test_what_does_not_fit_is_told():

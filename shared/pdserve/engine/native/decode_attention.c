@@ -7,18 +7,6 @@
 
 enum { CHUNK = 128, AHEAD = 24 };
 
-/* The sum of each of 16 vectors, in their order. */
-static inline floats sums(const floats *v) {
-  floats two[8], four[4], eight[2];
-  UNROLL
-  for (int i = 0; i < 8; i++) two[i] = LOW1(v[2 * i], v[2 * i + 1]) + HIGH1(v[2 * i], v[2 * i + 1]);
-  UNROLL
-  for (int i = 0; i < 4; i++) four[i] = LOW2(two[2 * i], two[2 * i + 1]) + HIGH2(two[2 * i], two[2 * i + 1]);
-  UNROLL
-  for (int i = 0; i < 2; i++) eight[i] = LOW4(four[2 * i], four[2 * i + 1]) + HIGH4(four[2 * i], four[2 * i + 1]);
-  return LOW8(eight[0], eight[1]) + HIGH8(eight[0], eight[1]);
-}
-
 /* One head's rows lie ROW apart, too far for a core to foresee: asked for ahead of time. */
 static inline void fetch(const element *row) {
   UNROLL

@@ -62,3 +62,15 @@ void rotate(element *x, int64_t stride, const int64_t *positions, const float *t
     }
   }
 }
+
+/* Stores `keys` and `values` [rows, KV_HEADS, HEAD] at `slots` of one layer's `pages` [2, slots, KV_HEADS, HEAD], V
+   `value_offset` elements behind K. Their rows begin `key_stride` and `value_stride` elements apart. */
+void store_rows(element *pages, int64_t value_offset, const int64_t *slots, const element *keys, int64_t key_stride,
+                const element *values, int64_t value_stride, int64_t rows) {
+#pragma omp parallel for if (rows > FEW)
+  for (int64_t row = 0; row < rows; row++) {
+    element *to = pages + slots[row] * ROW;
+    memcpy(to, keys + row * key_stride, ROW * sizeof(element));
+    memcpy(to + value_offset, values + row * value_stride, ROW * sizeof(element));
+  }
+}

@@ -101,6 +101,18 @@ static inline float total(floats v) {
   return v[0] + v[1];
 }
 
+/* The sum of each of 16 vectors, in their order. */
+static inline floats sums(const floats *v) {
+  floats two[8], four[4], eight[2];
+  UNROLL
+  for (int i = 0; i < 8; i++) two[i] = LOW1(v[2 * i], v[2 * i + 1]) + HIGH1(v[2 * i], v[2 * i + 1]);
+  UNROLL
+  for (int i = 0; i < 4; i++) four[i] = LOW2(two[2 * i], two[2 * i + 1]) + HIGH2(two[2 * i], two[2 * i + 1]);
+  UNROLL
+  for (int i = 0; i < 2; i++) eight[i] = LOW4(four[2 * i], four[2 * i + 1]) + HIGH4(four[2 * i], four[2 * i + 1]);
+  return LOW8(eight[0], eight[1]) + HIGH8(eight[0], eight[1]);
+}
+
 /* A token's row of one head, in the pages that a block table names. */
 static inline const element *row_of(const element *pages, const int64_t *table, int64_t token) {
   return pages + (table[token / BLOCK] * BLOCK + token % BLOCK) * ROW;
