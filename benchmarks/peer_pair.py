@@ -128,8 +128,10 @@ def main() -> None:
     cores = os.cpu_count() or 1
     half = max(1, cores // 2)
     places = (f"0-{half - 1}", f"{min(half, cores - 1)}-{cores - 1}")
-    engines = [Engine(args.venv, args.model, place, args.options) for place in places]
+    engines: list[Engine] = []
     try:
+        for place in places:
+            engines.append(Engine(args.venv, args.model, place, args.options))
         pair = Pair(*engines)
         routes = [
             Route("/health", pair.health),

@@ -31,7 +31,13 @@ def start_prefill(
     # Made here, not by the task: a first token waits for it, so it leaves before what is told to others.
     call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(request, timeout=timeout)
     task = asyncio.create_task(_follow(call, request, entry, sink), name=f"prefill {request.ticket[:8]}")
-    task.add_done_callback(lambda _: call.cancel())  # also where it was cancelled before it began
+
+    def ended(_: asyncio.Task[None]) -> None:  # also where it was cancelled before it began
+        call.cancel()
+        if entry is not None:
+            entry.close()
+
+    task.add_done_callback(ended)
     return task
 
 
@@ -64,9 +70,6 @@ async def _follow(call: Call, request: prefill_pb2.PrefillRequest, entry: Entry 
         # Not this task was cancelled but the call, by its channel: the worker was silent for a lease.
         if not complete:
             sink(PrefillFailed(request.attempt, Unavailable("connection to the prefill worker lost"), lost=True))
-    finally:
-        if entry is not None:
-            entry.close()
 
 
 def _first_token(attempt: int, message: prefill_pb2.FirstToken) -> FirstToken:

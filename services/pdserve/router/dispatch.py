@@ -52,6 +52,7 @@ class Dispatcher:
         self._conversations = Conversations()
         self._arrivals = itertools.count()
         self._woken: asyncio.Handle | None = None
+        self._looked = False  # in this turn of the event loop, for one that had come alone
         self._rest_until = 0.0
         fleet.on_change.append(self.wake)
 
@@ -102,10 +103,13 @@ class Dispatcher:
         waiting.priority, waiting.expected = self._counts(waiting.priority), self.expected(waiting.model)
         request = PlacementRequest(waiting.tokens, waiting.remaining, self._fleet.held(waiting.model, waiting.hashes))
         queue.add(waiting, least_work(request, self._fleet.view(waiting.model)))
-        if len(queue.waiting) > 1:
+        if self._looked or len(queue.waiting) > 1:  # who comes with others goes by rank
             self.wake(now=True)
-        elif not self._look(waiting.model.name, queue):  # at once: nobody goes before it
-            self._rest_until = loop.time() + REST
+        else:  # alone, at once
+            self._looked = True
+            loop.call_soon(self._look_again)
+            if not self._look(waiting.model.name, queue):
+                self._rest_until = loop.time() + REST
         try:
             async with asyncio.timeout(max(0.0, timeout)):
                 return await future
@@ -150,6 +154,9 @@ class Dispatcher:
             self.wake()  # a pass ends after so many
         else:
             self._rest_until = asyncio.get_running_loop().time() + REST
+
+    def _look_again(self) -> None:
+        self._looked = False
 
     def _look(self, name: str, queue: ModelQueue) -> bool:
         """One pass over a queue; whether anybody left it."""

@@ -60,9 +60,10 @@ class Measure:
             meter.first_token(self._model, seconds)
         placed = self.decisions.placed
         if placed is not None and placed.best is not None and placed.best.measured:
-            came = self.timeline.arrived + self.timeline.offset + round(1e9 * seconds)
-            for meter in self._meters:
-                meter.predicted(self._model, placed.best.ttft, (came - placed.last_ns) / 1e9)
+            took = self.timeline.arrived + self.timeline.offset + round(1e9 * seconds) - placed.last_ns
+            if took >= 0:  # else it was placed anew since, and this token was not what that was about
+                for meter in self._meters:
+                    meter.predicted(self._model, placed.best.ttft, took / 1e9)
 
     def gap(self, seconds: float) -> None:
         for meter in self._meters:

@@ -115,14 +115,18 @@ class Ticket:
 
     def open(self) -> None:
         """What entering does. The prefill first: a token waits for it, and for the reservation only the next one."""
-        if self.assignment.prefill is not None:
-            self._start_prefill()
-        decode = self.assignment.decode
-        if decode is not None:
-            if self._session is None:
-                self._put(Lost(f"connection to {decode.worker_id} lost"))
-            else:
-                self._session.submit(self.id, self.attempt, self._spec, self.prefill_worker_id, self._put)
+        decode, session = self.assignment.decode, self._session
+        if decode is not None and session is None:
+            self._put(Lost(f"connection to {decode.worker_id} lost"))
+            return
+        try:
+            if self.assignment.prefill is not None:
+                self._start_prefill()
+            if session is not None:
+                session.submit(self.id, self.attempt, self._spec, self.prefill_worker_id, self._put)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """What leaving does, without waiting for its tasks. May be called again."""

@@ -32,7 +32,7 @@ class ModelViews:
                 self._places[worker.endpoint] = view.role, len(self._pools[view.role])
                 self._pools[view.role].append(view)
         self._dirty: set[Worker] = set()
-        self._news = 0  # views that were remade since the fleet's mean was taken
+        self._news = 0  # views that were remade since it was looked who is fastest
         self._view = FleetView.of_workers((view for pool in self._pools.values() for view in pool), unanswered)
 
     def touch(self, worker: Worker) -> None:
@@ -59,7 +59,7 @@ class ModelViews:
                 continue  # it is about to be another one, which is a change of membership
             self._pools[role][place] = index[view.worker_id] = view
             learned |= _knows(view) != _knows(before)
-        # The mean takes a look at everybody: once for as many news as there are workers it costs each next to nothing.
+        # Who is fastest takes a look at everybody: once for as many news as there are workers it costs next to nothing.
         self._news += len(self._dirty)
         if learned or self._news >= len(index):
             assumed, self._news = Assumed.of(index.values()), 0

@@ -48,20 +48,24 @@ class NativeMatrices:
         self._arena = torch.empty(0, dtype=torch.uint8)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        weight = weight.contiguous()  # by name: it has to be there until the call is over
         packed = self._room(weight.nbytes).view(self._dtype).view(weight.shape)
-        self._pack(weight.contiguous().data_ptr(), *weight.shape, packed.data_ptr())
+        self._pack(weight.data_ptr(), *weight.shape, packed.data_ptr())
         return packed
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows, (outputs, inputs) = x.shape[0], weight.shape
+        assert x.shape[1] == inputs and x.dtype == self._dtype  # the kernel reads what it is pointed to
         if x.stride(1) != 1:
             x = x.contiguous()
-        rows, (outputs, inputs) = x.shape[0], weight.shape
         out = x.new_empty((rows, outputs))
         offsets = None if bias is None else bias.data_ptr()
         self._linear(x.data_ptr(), x.stride(0), weight.data_ptr(), offsets, rows, inputs, outputs, out.data_ptr())
         return out
 
     def rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert ids.dtype == torch.int64
+        ids = ids.contiguous()
         out = weight.new_empty((len(ids), weight.shape[1]))
         if self._take_rows(weight.data_ptr(), *weight.shape, ids.data_ptr(), len(ids), out.data_ptr()):
             raise IndexError(f"an id is not below {len(weight)}")
@@ -83,7 +87,7 @@ def choose_matrices(attention: str, dtype: torch.dtype, device: torch.device) ->
     if attention != "native":
         return fallback, order
     if not _is_faster(dtype):
-        return fallback, f"{order}, which is faster here than the kernel"
+        return fallback, f"{order}: the kernel of our own is for bfloat16 on AVX512 without AMX"
     try:
         return NativeMatrices(dtype), "native, as attention is"
     except (ConfigError, NativeError) as error:
@@ -91,8 +95,8 @@ def choose_matrices(attention: str, dtype: torch.dtype, device: torch.device) ->
 
 
 def _is_faster(dtype: torch.dtype) -> bool:
-    """Its tiles want 32 registers of 512 bits and an instruction for bfloat16; with AMX prompts are oneDNN's, and in
-    float32 they are a fifth slower here."""
+    """Its tiles want 32 registers of 512 bits and an instruction for bfloat16; with AMX prompts are oneDNN's, as they
+    are in float32."""
     wide = "AVX512" in torch.backends.cpu.get_cpu_capability()
     instruction = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
     return dtype == torch.bfloat16 and wide and instruction

@@ -12,9 +12,8 @@ least squares with exponential forgetting (Ljung, System Identification, 2nd ed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 ENOUGH = 4  # steps of a kind; the first ones are cold
 # A step counts half as much after about 350 more.
@@ -58,18 +57,6 @@ class Speed:
     def decode_seconds(self, decoding: int, context: int) -> float:
         """For one step of answers alone: what lies between two tokens of each."""
         return self.step + self.answer * decoding + self.read * context
-
-    @classmethod
-    def mean(cls, speeds: Iterable[Self], default: Self) -> Self:
-        """What predicts the mean of what `speeds` predict, for any work; `default` where there are none. It knows as
-        much as the one that knows least."""
-        some = list(speeds)
-        if len(some) < 2:
-            return some[0] if some else default
-        columns = zip(*((s.step, s.token, s.square, s.answer, s.read) for s in some), strict=True)
-        step, token, square, answer, read = (sum(column) / len(some) for column in columns)
-        known = min(s.prompts for s in some), min(s.answers for s in some)
-        return cls(step, token, square, answer, read, *known)
 
 
 UNKNOWN = Speed()

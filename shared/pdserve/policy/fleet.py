@@ -118,28 +118,23 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """How fast workers are as a rule, `usual_prompts` and `usual_answers`: the mean of those that have computed enough
-    to say. And how fast a newcomer is taken to be, `prompts` and `answers`: as the fastest of them. Both are NOMINAL
-    where nobody has said anything, so that tokens are all that is compared.
+    """How fast the fastest are of those that are up and have computed enough to say; NOMINAL where none has, so that
+    tokens are all that is compared. A newcomer is taken for as fast.
 
-    Not as the slowest, however careful that sounds: it would get nothing as long as somebody else is idle, and who does
-    nothing never says how fast it is. What is wrong about this guess is known a few steps later."""
+    Not for as slow as the slowest, however careful that sounds: it would get nothing as long as somebody else is idle,
+    and who does nothing never says how fast it is. What is wrong about this guess is known a few steps later."""
 
     prompts: Speed = NOMINAL
     answers: Speed = NOMINAL
-    usual_prompts: Speed = NOMINAL
-    usual_answers: Speed = NOMINAL
 
     @classmethod
     def of(cls, workers: Iterable[WorkerView]) -> Self:
-        speeds = [worker.speed for worker in workers]
-        prompts = [speed for speed in speeds if speed.knows_prompts]
-        answers = [speed for speed in speeds if speed.knows_answers]
+        speeds = [worker.speed for worker in workers if worker.usable]
+        prompts = (speed for speed in speeds if speed.knows_prompts)
+        answers = (speed for speed in speeds if speed.knows_answers)
         return cls(
             min(prompts, key=lambda speed: speed.prompt_seconds(512, 512**2, 512), default=NOMINAL),
             min(answers, key=lambda speed: speed.decode_seconds(16, 16 * 512), default=NOMINAL),
-            Speed.mean(prompts, NOMINAL),
-            Speed.mean(answers, NOMINAL),
         )
 
 
@@ -148,7 +143,7 @@ class FleetView:
     """All workers of one model that the router knows, also those that are down; `index` finds them by id.
 
     `unanswered` are configured endpoints that have not answered yet, so that their role is unknown; the router leaves
-    an endpoint out once it was silent for longer than starting takes. `assumed` is what its workers say of each other.
+    an endpoint out once it was silent for longer than starting takes. `assumed` are its fastest workers' speeds.
     """
 
     prefill: tuple[WorkerView, ...] = ()

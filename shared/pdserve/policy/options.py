@@ -26,6 +26,7 @@ from pdserve.policy.reservation import fits
 # known of them; and routers that don't know of each other don't all choose the same one.
 LARGE, SAMPLE, HOLDERS = 16, 8, 3
 BEST = 2  # of each pool are looked at in pairs
+IDLE_TTFT, IDLE_ITL = 1.5, 1.1  # times what an idle worker needs: shorter targets nobody could keep
 STEP = 0.1  # violations that differ by less than this share of the target count as equal
 
 
@@ -131,10 +132,12 @@ class _Room:
 def decode_options(
     workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest, *, computing: bool
 ) -> list[DecodeOption]:
-    """The best few that have room, best first: those with room to the answer's end, then by gap; what is left of ties
-    goes to who had the conversation last, to who was given fewest, to more room, to the lower id. And who has most of
-    the prompt. Where they are `computing` prompts, those too that would be through with this one first."""
-    found, room = [], _Room(request, decoding=True)
+    """The best few that have room, best first: those with room to the answer's end, those that keep the target, or
+    miss it by least, then by gap; what is left of ties goes to who had the conversation last, to who was given fewest,
+    to more room, to the lower id. And who has most of the prompt. Where they are `computing` prompts, those too that
+    would be through with this one first."""
+    found, room, fastest = [], _Room(request, decoding=True), view.assumed.answers
+    target = max(request.planned.itl, IDLE_ITL * fastest.decode_seconds(1, request.tokens))
     for worker in workers:
         held = request.held_tokens(worker)
         blocks = held // worker.layout.block_size
@@ -143,10 +146,10 @@ def decode_options(
         tight = request.expected > 0 and request.blocks_to_end(worker) - blocks > worker.room
         joined = worker.answers + 1, worker.load + request.tokens
         gap = view.answer_speed(worker).decode_seconds(*joined)
-        even = leveled(gap, view.assumed.usual_answers.decode_seconds(*joined))
+        even = leveled(gap, fastest.decode_seconds(*joined))
         near = worker.worker_id in request.near
         ties = not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id
-        found.append(((tight, even, *ties), (worker, held, gap, tight)))
+        found.append(((tight, _excess(gap, target), even, *ties), (worker, held, gap, tight)))
     found.sort(key=itemgetter(0))
     best, others = [DecodeOption(*facts) for _, facts in found[:BEST]], found[BEST:]
     if computing and others:
@@ -168,20 +171,23 @@ def _prompt_times(
     worker: WorkerView, request: PlacementRequest, view: FleetView, held: int
 ) -> tuple[PromptTime, float]:
     """When the prompt would be through on `worker`, which has `held` tokens of it, and the seconds to choose it by."""
-    return leveled_time(worker, request, view.prompt_speed(worker), view.assumed.usual_prompts, held)
+    return leveled_time(worker, request, view.prompt_speed(worker), view.assumed.prompts, held)
 
 
 def prefill_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[PrefillOption]:
-    """The best few that have room, best first: by predicted time, then as `decode_options`; and the best that takes
-    prompts now."""
-    found, room = [], _Room(request, decoding=False)
+    """The best few that have room, best first: those that keep the target, or miss it by least, then by predicted time,
+    then as `decode_options`; and the best that takes prompts now."""
+    found, room, tokens = [], _Room(request, decoding=False), request.tokens
+    idle = view.assumed.prompts.prompt_seconds(tokens, tokens * tokens, tokens)
+    target = max(request.planned.ttft, IDLE_TTFT * idle)
     for worker in workers:
         held = request.held_tokens(worker)
         if not room.fits(worker, held // worker.layout.block_size):
             continue
         time, even = _prompt_times(worker, request, view, held)
         near = worker.worker_id in request.near
-        rank = (even, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
+        late = _excess(request.waited + time.total, target)
+        rank = (late, even, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
         found.append((rank, (worker, held, time, even)))
     found.sort(key=itemgetter(0))
     best, others = [PrefillOption(*facts) for _, facts in found[:BEST]], found[BEST:]
@@ -206,7 +212,7 @@ class Judge:
             alone = min((self._compute(option.worker, option.held) for option in decodes), default=0.0)
         gap = min((view.answer_speed(o.worker).decode_seconds(1, request.tokens) for o in decodes), default=0.0)
         targets = request.planned
-        self.ttft, self.itl = max(targets.ttft, 1.5 * alone), max(targets.itl, 1.1 * gap)
+        self.ttft, self.itl = max(targets.ttft, IDLE_TTFT * alone), max(targets.itl, IDLE_ITL * gap)
 
     def alone(self, prefill: PrefillOption) -> Option:
         """Prefill there; nobody takes the KV."""
@@ -218,14 +224,14 @@ class Judge:
     def remote(self, prefill: PrefillOption, decode: DecodeOption) -> Option:
         """Prefill there, decode here."""
         sender, receiver, request = prefill.worker, decode.worker, self._request
-        time, cost = prefill.time, prefill.even / self.ttft
+        time, even = prefill.time, prefill.even
         if decode.held > prefill.held:
             time = self._pulled(prefill, decode)
-            cost += (time.compute - prefill.time.compute) / self.ttft  # what pulling saves
+            even *= time.total / prefill.time.total if prefill.time.total else 1.0
         transfer = transfer_tail(sender, receiver, request.tokens - decode.held, time.compute)
         ttft = time.total + transfer
         gap, even_gap = self._gaps(receiver, ttft)
-        cost += transfer / self.ttft + even_gap / self.itl
+        cost = (even + transfer) / self.ttft + even_gap / self.itl
         late, slow = self._misses(ttft, gap)
         facts = time.queue, time.compute, transfer, gap, late, slow, cost, sender.accepts_prompt, decode.tight
         measured = sender.speed.knows_prompts and receiver.speed.knows_answers
@@ -239,7 +245,8 @@ class Judge:
         gap, even_gap = self._gaps(worker, time.total)
         harm, longest = 0.0, gap
         if why is Local.CONDITIONAL:
-            harm = time.compute * (worker.answers + 1)
+            fastest = compute_seconds(worker, request, self._view.assumed.prompts, held)
+            harm = leveled(time.compute, fastest) * (worker.answers + 1)
             chunks = math.ceil((request.tokens - held) / max(1, worker.max_num_batched_tokens))
             longest = gap + time.compute / chunks if worker.answers else gap
         cost = (even + harm) / self.ttft + even_gap / self.itl
@@ -256,7 +263,7 @@ class Judge:
         """Between tokens on `worker` once this answer has joined in `seconds`, and what to choose it by."""
         view, request = self._view, self._request
         gap = gap_after(worker, request, view.answer_speed(worker), seconds)
-        return gap, leveled(gap, gap_after(worker, request, view.assumed.usual_answers, seconds))
+        return gap, leveled(gap, gap_after(worker, request, view.assumed.answers, seconds))
 
     def _compute(self, worker: WorkerView, held: int) -> float:
         return compute_seconds(worker, self._request, self._view.prompt_speed(worker), held)

@@ -10,7 +10,7 @@ from pdserve.policy.fleet import PlacementRequest, WorkerView
 # Bytes a second of a link that was not measured yet: a 10 Gbit/s network.
 UNMEASURED_LINK = 1.25e9
 HANDOFF = 2e-3  # seconds from the last layer's KV to the answer's place in a batch, beside the bytes
-# Workers of one kind measure each other's noise: up to such a factor from the mean they are taken to be equals.
+# Up to such a factor slower than the fastest, workers count as equals: so much is noise of their measures.
 ALIKE = 1.5
 
 
@@ -34,27 +34,23 @@ def prompt_time(worker: WorkerView, request: PlacementRequest, speed: Speed, hel
     return PromptTime(queue, compute_seconds(worker, request, speed, held))
 
 
-def leveled(own: float, mean: float) -> float:
-    """What to choose a worker by that would take `own` seconds by its own measure, and `mean` by that of its fleet.
+def leveled(own: float, fastest: float) -> float:
+    """What to choose a worker by that would take `own` seconds by its own measure, and `fastest` at the speed of the
+    fastest of its fleet: those that are alike in speed are told apart by what they have to do.
 
     A batch that grows by one costs an answer little, often less than two measurements of one speed differ by. By their
     own measures the worker that is thought to be fastest would get everything, up to where it is not, and the others
     nothing to measure themselves again by. Whether a target is kept is for its own measure to say in any case.
     """
-    return mean if mean <= ALIKE * own and own <= ALIKE * mean else own
+    return fastest if own <= ALIKE * fastest else own
 
 
 def leveled_time(
-    worker: WorkerView, request: PlacementRequest, speed: Speed, mean: Speed, held: int
+    worker: WorkerView, request: PlacementRequest, speed: Speed, fastest: Speed, held: int
 ) -> tuple[PromptTime, float]:
     """`prompt_time` by the worker's own `speed`, and the seconds to choose it by (see `leveled`)."""
-    chunk, tokens, queue = worker.max_num_batched_tokens, request.tokens, 0.0
-    new, squares = tokens - held, tokens * tokens - held * held
-    compute, alike = speed.prompt_seconds(new, squares, chunk), mean.prompt_seconds(new, squares, chunk)
-    if queued := worker.queued_tokens:
-        queue = speed.prompt_seconds(queued, worker.queued_squares, chunk)
-        alike += mean.prompt_seconds(queued, worker.queued_squares, chunk)
-    return PromptTime(queue, compute), leveled(queue + compute, alike)
+    time = prompt_time(worker, request, speed, held)
+    return time, leveled(time.total, prompt_time(worker, request, fastest, held).total)
 
 
 def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> float:

@@ -134,7 +134,7 @@ class Candidate(_message.Message):
     """The same of the gaps between tokens."""
     cost: _builtins.float
     """Decides between those that miss their targets equally, or not at all: both times as shares of their targets, the
-    first one with what running answers lose meanwhile.
+    first one with what running answers lose meanwhile. Workers that are alike in speed count as the fastest of them.
     """
     accepts: _builtins.bool
     """False where the computing worker has prompts enough for now."""

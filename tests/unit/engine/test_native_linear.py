@@ -123,3 +123,25 @@ def test_what_is_chosen_is_told(monkeypatch):
     chosen, reason = choose_matrices("native", torch.float32, CPU)
     assert chosen is None or isinstance(chosen, TorchMatrices)
     assert reason.endswith(": there is no C compiler (no-such-compiler) here")
+
+
+@compiles
+def test_a_matrix_need_not_lie_in_one_piece(matrices, dtype):
+    """One that is packed from a copy, and so large that the copy's memory would be given back at once."""
+    weight = draw(2048, 4096, dtype=dtype).t()
+    x = draw(3, 2048, dtype=dtype)
+    product = matrices.product(x, matrices.pack(weight))
+    assert torch.allclose(product, F.linear(x, weight), rtol=TOLERANCE[dtype], atol=100 * TOLERANCE[dtype])
+
+
+@compiles
+def test_what_the_kernel_would_read_wrongly_is_no_input(dtype):
+    matrices = NativeMatrices(dtype)
+    packed = matrices.pack(draw(32, 48, dtype=dtype))
+    for wrong in (draw(2, 47, dtype=dtype), draw(2, 48, dtype=torch.float64)):
+        with pytest.raises(AssertionError):
+            matrices.product(wrong, packed)
+    with pytest.raises(AssertionError):
+        matrices.rows(torch.tensor([1], dtype=torch.int32), packed)
+    strided = torch.arange(8)[::3]
+    assert torch.equal(matrices.rows(strided, packed), matrices.rows(strided.contiguous(), packed))

@@ -34,6 +34,17 @@ class Silent(prefill_pb2_grpc.PrefillServiceServicer):
         yield prefill_pb2.PrefillResponse()
 
 
+async def test_a_call_that_is_given_up_before_it_began_leaves_nothing_in_the_books() -> None:
+    ledger, events = Ledger(), list[Event]()
+    async with connect("127.0.0.1:1") as channel, asyncio.timeout(PATIENCE):
+        request = prefill_pb2.PrefillRequest(ticket="t", attempt=1)
+        call = start_prefill(channel, request, None, ledger.add(Work(1)), events.append)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await asyncio.sleep(0)  # its callbacks
+    assert call.cancelled() and ledger.sequences == 0 and not events
+
+
 @pytest.mark.parametrize("told", [True, False])
 async def test_a_call_that_ends_with_its_channel_has_failed(told: bool) -> None:
     """A worker that is silent for a lease loses its connection, and the request must hear of it; but not of the end

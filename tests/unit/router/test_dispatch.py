@@ -129,6 +129,25 @@ async def test_who_finds_nobody_waiting_waits_for_no_turn_of_the_loop() -> None:
     (await asyncio.wait_for(waits, PATIENCE)).release()
 
 
+async def test_those_who_come_in_one_turn_of_the_loop_are_placed_by_rank() -> None:
+    """All but the first, which cannot know of the others. One place is left for them, and it goes by priority."""
+    fleet = Books()
+    fleet.add("d0", seats=2)
+    asker = Asker(dispatcher := Dispatcher(fleet, 10, Rules(max_priority=9)))
+    come = [
+        asyncio.create_task(dispatcher.place(asker.waiting(priority=priority), PATIENCE)) for priority in (0, 0, 0, 9)
+    ]
+    done, waits = set[asyncio.Task[Any]](), set(come)
+    async with asyncio.timeout(PATIENCE):
+        while len(done) < 2:
+            more, waits = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            done |= more
+    assert done == {come[0], come[3]}
+    for task in done:
+        task.result().release()
+    await stopped(*waits)
+
+
 @pytest.mark.parametrize("empty, order", [(False, "ababa"), (True, "abaab")])
 async def test_an_answer_is_charged_when_it_begins_and_settled_when_it_ends(empty: bool, order: str) -> None:
     """One place. Answers were of 1,000 tokens lately, so that prompts of 10 and of 600 tokens cost about as much; until
