@@ -21,7 +21,7 @@ from tests.integration.suites import prompt
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-LAYERS = 8  # so that computing takes long enough to be worth avoiding
+LAYERS, WIDE = 8, 8192  # so that computing takes many times as long as pulling, whatever else the machine does
 BYTES = TOKEN_BYTES * LAYERS // 2
 FIRST, ANSWER = 300, 36
 E = TypeVar("E")
@@ -29,7 +29,7 @@ E = TypeVar("E")
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def fabric(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fabric]:
-    model = make_tiny_model(tmp_path_factory.mktemp("pulls") / "model", num_hidden_layers=LAYERS)
+    model = make_tiny_model(tmp_path_factory.mktemp("pulls") / "model", num_hidden_layers=LAYERS, intermediate_size=WIDE)
     roles = {"p0": "prefill", "p1": "prefill", "d0": "decode", "lone": "decode"}
     options = {"blocks": 1024, "max_model_len": 768}
     async with Fabric(**{name: engine_settings(model, role, **options) for name, role in roles.items()}) as fabric:
