@@ -29,7 +29,9 @@ E = TypeVar("E")
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def fabric(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fabric]:
-    model = make_tiny_model(tmp_path_factory.mktemp("pulls") / "model", num_hidden_layers=LAYERS, intermediate_size=WIDE)
+    model = make_tiny_model(
+        tmp_path_factory.mktemp("pulls") / "model", num_hidden_layers=LAYERS, intermediate_size=WIDE
+    )
     roles = {"p0": "prefill", "p1": "prefill", "d0": "decode", "lone": "decode"}
     options = {"blocks": 1024, "max_model_len": 768}
     async with Fabric(**{name: engine_settings(model, role, **options) for name, role in roles.items()}) as fabric:
