@@ -180,7 +180,7 @@ class Contest:
     def goodput(self, server: Server, load: str) -> float:
         """Requests a second within both targets at the highest rate that keeps 90% of them there."""
         self.alone(server)
-        requests, runs = ("40", "6") if self.quick else ("120", "10")
+        requests, runs = ("32", "5") if self.quick else ("120", "10")
         search = ["--find-rate", "--rate", str(START[load]), "--max-runs", runs, "--precision", "0.1"]
         found = self._keep(load, bench(server, self.vocabulary, *LOADS[load], *search, "--requests", requests))
         if "failed" in found or not (best := found["find_rate"]["highest_rate"]):
