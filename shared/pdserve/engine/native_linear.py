@@ -75,7 +75,7 @@ class NativeMatrices:
         """uint8 [size] that begins with a cache line. Matrices share arenas, as most are smaller than a few pages."""
         needed = -(-size // LINE) * LINE
         if len(self._arena) < needed:
-            self._arena = _huge(max(ARENA, -(-needed // HUGE_PAGE) * HUGE_PAGE))
+            self._arena = in_huge_pages(max(ARENA, -(-needed // HUGE_PAGE) * HUGE_PAGE))
         room, self._arena = self._arena[:size], self._arena[needed:]
         return room
 
@@ -102,7 +102,7 @@ def _is_faster(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and wide and instruction
 
 
-def _huge(size: int) -> torch.Tensor:
+def in_huge_pages(size: int) -> torch.Tensor:
     """uint8 [size], of whole huge pages where the kernel has them. Memory is taken as it is first written."""
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
