@@ -3,9 +3,9 @@
     make bench-engine
 
 Two ceilings are measured first and last, and the better of each counts: how fast one core reads memory (the sum of 256
-MiB in huge pages), and how fast it multiplies matrices of the engine's dtype (2,048 cubed). Between them the real engine
-runs, its schedule and sampling (greedy) included: decode steps of 1 sequence and of 32, each at 160 tokens of context,
-and the prefill of 1,024 tokens in one chunk, into pages that have been written to before.
+MiB in huge pages), and how fast it multiplies matrices of the engine's dtype (2,048 cubed). Between them the real
+engine runs, its schedule and sampling (greedy) included: decode steps of 1 sequence and of 32, each at 160 tokens of
+context, and the prefill of 1,024 tokens in one chunk, into pages that have been written to before.
 
 - A decode step must read all weights and the batch's KV once, and multiply the weights with each of its rows. Its floor
   is the longer of the two (the roofline, https://doi.org/10.1145/1498765.1498785); `*_over_floor` is the median step
