@@ -101,7 +101,7 @@ def test_rows_that_are_not_contiguous(matrices, dtype):
 @compiles
 def test_matrices_do_not_overlap(dtype, monkeypatch):
     """In arenas that hold a few of them, and one of its own for what is larger."""
-    monkeypatch.setattr(native_linear, "ARENA", 4 * 17 * 33 * dtype.itemsize)
+    monkeypatch.setattr(native_linear, "ARENA", 4 * 48 * 34 * dtype.itemsize)
     matrices = NativeMatrices(dtype)
     weights = [draw(17, 33, dtype=dtype, seed=seed) for seed in range(9)] + [draw(170, 33, dtype=dtype, seed=9)]
     packed = [matrices.pack(weight) for weight in weights]
