@@ -24,32 +24,10 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("native")
-
-
-@pytest.fixture(params=["", "-mno-avx512bf16", "-mno-avx512f"], ids=["as it is", "no bf16", "no avx512"])
-def matrices(request, dtype, folder, monkeypatch):
+@pytest.fixture
+def matrices(machine, dtype):
     """The kernel, as this machine and as lesser ones would have it."""
-    if request.param:
-        if torch.backends.cpu.get_cpu_capability() != "AVX512":
-            pytest.skip("this machine has nothing to leave out")
-        script = folder / f"cc{request.param}"
-        if not script.exists():
-            script.write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" {request.param}\n')
-            script.chmod(0o700)
-        monkeypatch.setenv("CC", str(script))
-        monkeypatch.setenv("PDSERVE_CACHE", str(folder))
     return NativeMatrices(dtype)
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def draw(*shape, dtype, seed=0):

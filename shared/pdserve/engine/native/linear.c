@@ -1,49 +1,13 @@
 /* Products with the model's matrices, and rows of them.
 
    `pack` puts a matrix [outputs, inputs] in the order in which products read it: blocks of WIDE outputs, in each the first
-   STEP inputs of all of them, then the next. So a vector holds LANES outputs, and one input of a row is multiplied with all
+   DEEP inputs of all of them, then the next. So a vector holds LANES outputs, and one input of a row is multiplied with all
    of them at once. Zeros fill what a last block or a last step lacks.
 
    A sum goes over the inputs in their order, whatever the number of rows and threads and wherever a row stands: a row's
    result depends on nothing but itself. */
 
-#include "vectors.h"
-
-#if BFLOAT16 && defined __AVX512BF16__
-#include <immintrin.h>
-
-enum { STEP = 2 };
-typedef __m512bh operand;
-
-static inline operand operand_at(const element *at) { return (__m512bh)_mm512_loadu_si512(at); }
-static inline floats multiply_add(floats sum, operand a, operand b) {
-  return (floats)_mm512_dpbf16_ps((__m512)sum, a, b);
-}
-
-/* The first `count` elements of a pair, in all lanes. */
-static inline operand spread(const element *at, int64_t count) {
-  uint32_t pair = at[0];
-  if (count == STEP) memcpy(&pair, at, sizeof pair);
-  return (__m512bh)_mm512_set1_epi32((int)pair);
-}
-#else
-enum { STEP = 1 };
-typedef floats operand;
-
-static inline operand operand_at(const element *at) { return load(at); }
-static inline floats multiply_add(floats sum, operand a, operand b) { return sum + a * b; }
-
-static inline operand spread(const element *at, int64_t count) {
-#if BFLOAT16
-  uint32_t bits = (uint32_t)*at << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-#else
-  float value = *at;
-#endif
-  return value - (floats){0};
-}
-#endif
+#include "pairs.h"
 
 /* Vectors of a block, rows of a tile: their products are sums in 24 registers, which leaves 8 for what is multiplied. Rows
    that stay in a core's second cache; products that are not worth waking other threads for. */
@@ -52,14 +16,14 @@ enum { VECTORS = 3, TALL = 8, WIDE = VECTORS * LANES, CHUNK_ROWS = 64, FEW_PRODU
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Where the block that begins with output `first` lies. */
-static inline int64_t block_at(int64_t first, int64_t inputs) { return first * ((inputs + STEP - 1) / STEP * STEP); }
+static inline int64_t block_at(int64_t first, int64_t inputs) { return first * ((inputs + DEEP - 1) / DEEP * DEEP); }
 
 /* Add to the sums what `count` inputs give, which are a step. */
 static inline __attribute__((always_inline)) void add_step(floats acc[TALL][VECTORS], int rows, const element *x,
                                                            int64_t stride, const element *block, int64_t count) {
   operand w[VECTORS];
   UNROLL
-  for (int v = 0; v < VECTORS; v++) w[v] = operand_at(block + v * LANES * STEP);
+  for (int v = 0; v < VECTORS; v++) w[v] = operand_at(block + v * LANES * DEEP);
   UNROLL
   for (int r = 0; r < rows; r++) {
     operand value = spread(x + r * stride, count);
@@ -75,7 +39,7 @@ static inline __attribute__((always_inline)) void tile(int rows, const element *
                                                        int64_t outputs) {
   floats acc[TALL][VECTORS] = {0};
   int64_t at = 0;
-  for (; at + STEP <= inputs; at += STEP) add_step(acc, rows, x + at, stride, block + at * WIDE, STEP);
+  for (; at + DEEP <= inputs; at += DEEP) add_step(acc, rows, x + at, stride, block + at * WIDE, DEEP);
   if (at < inputs) add_step(acc, rows, x + at, stride, block + at * WIDE, inputs - at);
   element offsets[WIDE] = {0}, rounded[WIDE];
   if (bias != NULL) memcpy(offsets, bias, (size_t)width * sizeof(element));
@@ -127,8 +91,8 @@ int64_t packed_size(int64_t outputs, int64_t inputs) {
 
 /* Where an element of a packed matrix lies. */
 static inline int64_t place_of(int64_t output, int64_t input, int64_t inputs) {
-  int64_t first = output / WIDE * WIDE, at = input / STEP * STEP;
-  return block_at(first, inputs) + at * WIDE + (output - first) * STEP + (input - at);
+  int64_t first = output / WIDE * WIDE, at = input / DEEP * DEEP;
+  return block_at(first, inputs) + at * WIDE + (output - first) * DEEP + (input - at);
 }
 
 /* `packed`, which holds zeros: the elements of `weight` [outputs, inputs] in the order that is told above. */
@@ -145,7 +109,7 @@ int take_rows(const element *weight, int64_t outputs, int64_t inputs, const int6
   for (int64_t i = 0; i < count; i++) {
     if (ids[i] < 0 || ids[i] >= outputs) return 1;
     const element *from = weight + place_of(ids[i], 0, inputs);
-    for (int64_t at = 0; at < inputs; at++) out[i * inputs + at] = from[at / STEP * STEP * WIDE + at % STEP];
+    for (int64_t at = 0; at < inputs; at++) out[i * inputs + at] = from[at / DEEP * DEEP * WIDE + at % DEEP];
   }
   return 0;
 }
