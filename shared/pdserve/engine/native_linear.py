@@ -75,7 +75,7 @@ class NativeMatrices:
         return out
 
     def _room(self, size: int) -> torch.Tensor:
-        """Zeros, uint8 [size], that begin with a cache line. Matrices share arenas, as most are smaller than a few pages."""
+        """Zeros, uint8 [size], that begin with a cache line. Matrices share arenas, as most are small."""
         needed = -(-size // LINE) * LINE
         if len(self._arena) < needed:
             self._arena = in_huge_pages(max(ARENA, -(-needed // HUGE_PAGE) * HUGE_PAGE))
@@ -90,7 +90,7 @@ def choose_matrices(attention: str, dtype: torch.dtype, device: torch.device) ->
     if attention != "native":
         return fallback, order
     if not _is_faster(dtype):
-        return fallback, f"{order}: the kernel of our own is for bfloat16 on AVX512 without AMX"
+        return fallback, f"{order}: the kernel of our own is for AVX512, in bfloat16 with AVX512-BF16 and without AMX"
     try:
         return NativeMatrices(dtype), "native, as attention is"
     except (ConfigError, NativeError) as error:
@@ -98,11 +98,11 @@ def choose_matrices(attention: str, dtype: torch.dtype, device: torch.device) ->
 
 
 def _is_faster(dtype: torch.dtype) -> bool:
-    """Its tiles want 32 registers of 512 bits and an instruction for bfloat16; with AMX prompts are oneDNN's, as they
-    are in float32."""
-    wide = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    """Its tiles want 32 registers of 512 bits, and an instruction for bfloat16; with AMX oneDNN is for that."""
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return False
     instruction = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
-    return dtype == torch.bfloat16 and wide and instruction
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and instruction)
 
 
 def in_huge_pages(size: int) -> torch.Tensor:
