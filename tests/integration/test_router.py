@@ -50,6 +50,16 @@ async def test_a_pair_answers_with_every_value_resolved(folder: Path) -> None:
     assert prefill.tickets == decode.tickets and len(prefill.tickets[0]) == 32
     assert prefill.links == ["d0"]
     assert prefill.seen[0].time_remaining is not None and prefill.seen[0].params.seed == info.params.seed
+    assert prefill.seen[0].itl_target is None  # nobody asked
+
+
+async def test_workers_are_told_the_target_that_somebody_asked_for(folder: Path) -> None:
+    """Not one that only measures."""
+    prefill, decode = pair()
+    async with suite(folder, prefill, decode) as made:
+        await made.client.complete("hi", slo_itl_ms=80.0)
+        await made.client.complete("hi", slo_ttft_ms=8000.0)
+    assert [spec.itl_target for spec in prefill.seen] == [0.08, None]
 
 
 async def test_a_colocated_suite_prefills_locally(folder: Path) -> None:

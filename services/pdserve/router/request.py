@@ -18,6 +18,7 @@ import structlog
 from pdserve.core.errors import Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.policy.draining import Leave
+from pdserve.policy.fleet import Target
 from pdserve.router.answer import Answer
 from pdserve.router.assignment import Assignment
 from pdserve.router.dispatch import Dispatcher
@@ -185,6 +186,7 @@ class RequestRun:
             token_ids=tuple(self.answer.token_ids),
             time_remaining=max(0.001, self._deadline - self._now()),
             traceparent=self._traceparent,
+            itl_target=self._wishes.targets.itl if Target.ITL in self._wishes.stated else None,
         )
 
     async def place_prefill(self, failure: Failure, decode: Worker, until: float) -> Assignment:

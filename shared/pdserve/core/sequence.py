@@ -35,7 +35,7 @@ class SequenceSpec:
 
     `token_ids` is the prompt (its first `prompt_len` tokens) and then tokens that the client was shown already. Those
     are input like the prompt, but count as answer for penalties, min_tokens and max_tokens. `time_remaining` is in
-    seconds, None: unbounded.
+    seconds, None: unbounded. `itl_target` are the seconds that the answer's gaps should not exceed, None: nobody asked.
     """
 
     request_id: str
@@ -47,6 +47,7 @@ class SequenceSpec:
     cache_salt: str = ""
     time_remaining: float | None = None
     traceparent: str = ""
+    itl_target: float | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -141,7 +141,7 @@ class Engine:
 
     def step(self) -> None:
         """Schedule, run, postprocess."""
-        batch, preempted = self.scheduler.schedule()
+        batch, preempted = self.scheduler.schedule(self._speed.speed)
         for sequence in preempted:
             self._forget(sequence.id)
             self._outputs.ends.append(Ended(sequence.id, EndReason.PREEMPTED, "the KV pool ran out of blocks"))

@@ -18,6 +18,7 @@ from pdserve.core.hashing import extend_hashes, root_hash
 from pdserve.core.layout import KVLayout
 from pdserve.core.sequence import Sequence, SequenceSpec
 from pdserve.policy.batching import Claim, Work, choose_victim, plan_step
+from pdserve.policy.estimate import Speed
 from pdserve.policy.reservation import fits, reserved_tokens
 
 
@@ -152,14 +153,15 @@ class Scheduler:
         elif before is Phase.RUNNING and phase is not Phase.RUNNING:
             self._running.remove(sequence)
 
-    def schedule(self) -> tuple[list[Scheduled], list[Sequence]]:
-        """The next step's batch, and the sequences that were preempted to make room for it (released already)."""
+    def schedule(self, speed: Speed | None = None) -> tuple[list[Scheduled], list[Sequence]]:
+        """The next step's batch, and the sequences that were preempted to make room for it (released already). By
+        `speed` prompts leave answers the time between tokens that they asked for."""
         preempted: list[Sequence] = []
         for sequence in list(self._running):
             if sequence.id in self._sequences:
                 preempted += self._grow(sequence)
-        work = [Work(sequence.pending, sequence.in_prefill) for sequence in self._running]
-        counts = plan_step(work, self.config.max_num_batched_tokens)
+        work = [Work(s.pending, s.in_prefill, s.num_computed, s.spec.itl_target) for s in self._running]
+        counts = plan_step(work, self.config.max_num_batched_tokens, speed)
         batch = [Scheduled(sequence, count) for sequence, count in zip(self._running, counts, strict=True) if count]
         return batch, preempted
 

@@ -2,31 +2,75 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pdserve.policy.estimate import Speed
+
+SHARE = 0.8  # of a target is what a step is planned to take: no two steps take the same
+LEAST = (
+    32  # tokens that the first prompt goes on by, whatever the answers' targets: short steps read the weights in vain
+)
+
 
 class Work(NamedTuple):
-    """One sequence's wish: `pending` tokens without KV; `prefill` while input is among them."""
+    """One sequence's wish: `pending` tokens without KV, behind `before` that have it; `prefill` while input is among
+    them. `target` are the seconds that an answer's gaps should not exceed, None: nobody asked."""
 
     pending: int
     prefill: bool
+    before: int = 0
+    target: float | None = None
 
 
-def plan_step(work: Sequence[Work], budget: int) -> list[int]:
+def plan_step(work: Sequence[Work], budget: int, speed: Speed | None = None) -> list[int]:
     """Tokens to compute for each of `work`, in its order.
 
     Running answers get one token each in every step, so that neither a prompt nor a small budget stalls a stream;
     prompts share what they leave of `budget`, in order, the first as much as fits (chunked prefill, Sarathi-Serve,
-    arXiv:2403.02310).
+    arXiv:2403.02310). By an engine's own `speed` they also stay within what the shortest target of the running answers
+    leaves: a budget in tokens alone is too long for a slow machine, and too short for a fast one.
     """
-    counts = [0 if prefill else min(pending, 1) for pending, prefill in work]
+    answers = [item for item in work if not item.prefill]
+    counts = [0 if item.prefill else min(item.pending, 1) for item in work]
     budget = max(budget - sum(counts), 1)  # prompts go on, if only by a token
-    for index, (pending, prefill) in enumerate(work):
-        if prefill and budget > 0:
-            counts[index] = min(pending, budget)
+    pace = _Pace(answers, speed) if speed is not None and speed.knows_prompts else None
+    first = True
+    for index, item in enumerate(work):
+        if item.prefill and budget > 0:
+            most = budget if pace is None else min(budget, max(pace.tokens(item.before), LEAST if first else 0))
+            counts[index], first = min(item.pending, most), False
             budget -= counts[index]
+            if pace is not None:
+                pace.take(item.before, counts[index])
     return counts
+
+
+class _Pace:
+    """The seconds that running answers leave for prompts in a step; unbounded where none has a target."""
+
+    def __init__(self, answers: Sequence[Work], speed: Speed) -> None:
+        targets = [item.target for item in answers if item.target is not None]
+        context = sum([item.before for item in answers])
+        self._speed = speed
+        self._left = SHARE * min(targets) - speed.decode_seconds(len(answers), context) if targets else math.inf
+
+    def tokens(self, before: int) -> int:
+        """How many of a prompt fit, behind `before` that have KV: the root of square n^2 + (token + 2 square before) n
+        less the seconds that are left."""
+        if self._left == math.inf:
+            return sys.maxsize
+        square, token = self._speed.square, self._speed.token + 2 * self._speed.square * before
+        if self._left <= 0 or not (square or token):
+            return 0 if self._left <= 0 else sys.maxsize
+        # In this form it is exact where `square` is 0, too.
+        return int(2 * self._left / (token + math.sqrt(token * token + 4 * square * self._left)))
+
+    def take(self, before: int, count: int) -> None:
+        speed = self._speed
+        self._left -= speed.token * count + speed.square * ((before + count) ** 2 - before**2)
 
 
 class Claim(NamedTuple):

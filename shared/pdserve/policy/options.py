@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
+from pdserve.policy.batching import SHARE
 from pdserve.policy.disaggregation import Local, Places, Protect, Rules, holds_prompt
-from pdserve.policy.fleet import FleetView, PlacementRequest, WorkerView
+from pdserve.policy.fleet import FleetView, PlacementRequest, Target, WorkerView
 from pdserve.policy.predict import (
     PromptTime,
     compute_seconds,
@@ -249,6 +250,10 @@ class Judge:
             harm = leveled(time.compute, fastest) * (worker.answers + 1)
             chunks = math.ceil((request.tokens - held) / max(1, worker.max_num_batched_tokens))
             longest = gap + time.compute / chunks if worker.answers else gap
+            limit = SHARE * request.targets.itl
+            if Target.ITL in request.stated and gap < limit < longest:  # it takes smaller chunks, beside its answers
+                stretch, longest = limit / (limit - gap), limit
+                time, even = PromptTime(time.queue, time.compute * stretch), even * stretch
         cost = (even + harm) / self.ttft + even_gap / self.itl
         late, slow = self._misses(time.total, max(gap, longest))
         facts = time.queue, time.compute, 0.0, gap, late, slow, cost, worker.accepts_prompt, decode.tight, held, held

@@ -110,6 +110,7 @@ def spec_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         cache_salt=spec.cache_salt,
         time_remaining_ms=0 if remaining is None else max(1, round(remaining * 1000)),
         traceparent=spec.traceparent,
+        itl_target_us=0 if spec.itl_target is None else max(1, round(spec.itl_target * 1e6)),
     )
 
 
@@ -135,6 +136,7 @@ def spec_from_proto(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
         cache_salt=message.cache_salt,
         time_remaining=message.time_remaining_ms / 1000 if message.time_remaining_ms else None,
         traceparent=message.traceparent,
+        itl_target=message.itl_target_us / 1e6 if message.itl_target_us else None,
     )
 
 

@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import inference_pb2 as pdserve_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/v1/sequence.proto\x12\npdserve.v1\x1a\x1apdserve/v1/inference.proto\"\xb8\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nprompt_len\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.pdserve.v1.SamplingOptions\x12-\n\x08stopping\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.StoppingOptions\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x19\n\x11time_remaining_ms\x18\n \x01(\x04\x12\x13\n\x0btraceparent\x18\x0b \x01(\tB\x0b\n\t_logprobs\"O\n\tStepToken\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12 \n\x05token\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Token*\xc1\x02\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x02\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\x03\x12\x18\n\x14\x45ND_REASON_PREEMPTED\x10\x04\x12\x1e\n\x1a\x45ND_REASON_TRANSFER_FAILED\x10\x05\x12\x17\n\x13\x45ND_REASON_DEADLINE\x10\x06\x12\x1a\n\x16\x45ND_REASON_NO_CAPACITY\x10\x07\x12\x17\n\x13\x45ND_REASON_DRAINING\x10\x08\x12\x16\n\x12\x45ND_REASON_INVALID\x10\t\x12\x17\n\x13\x45ND_REASON_INTERNAL\x10\n\x12\x19\n\x15\x45ND_REASON_HANDED_OFF\x10\x0b\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdserve/v1/sequence.proto\x12\npdserve.v1\x1a\x1apdserve/v1/inference.proto\"\xcf\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nprompt_len\x18\x03 \x01(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.pdserve.v1.SamplingOptions\x12-\n\x08stopping\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.StoppingOptions\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x12\n\ncache_salt\x18\t \x01(\t\x12\x19\n\x11time_remaining_ms\x18\n \x01(\x04\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x15\n\ritl_target_us\x18\x0c \x01(\x04\x42\x0b\n\t_logprobs\"O\n\tStepToken\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12 \n\x05token\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Token*\xc1\x02\n\tEndReason\x12\x1a\n\x16\x45ND_REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45ND_REASON_STOP\x10\x01\x12\x15\n\x11\x45ND_REASON_LENGTH\x10\x02\x12\x18\n\x14\x45ND_REASON_CANCELLED\x10\x03\x12\x18\n\x14\x45ND_REASON_PREEMPTED\x10\x04\x12\x1e\n\x1a\x45ND_REASON_TRANSFER_FAILED\x10\x05\x12\x17\n\x13\x45ND_REASON_DEADLINE\x10\x06\x12\x1a\n\x16\x45ND_REASON_NO_CAPACITY\x10\x07\x12\x17\n\x13\x45ND_REASON_DRAINING\x10\x08\x12\x16\n\x12\x45ND_REASON_INVALID\x10\t\x12\x17\n\x13\x45ND_REASON_INTERNAL\x10\n\x12\x19\n\x15\x45ND_REASON_HANDED_OFF\x10\x0b\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.sequence_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENDREASON']._serialized_start=466
-  _globals['_ENDREASON']._serialized_end=787
+  _globals['_ENDREASON']._serialized_start=489
+  _globals['_ENDREASON']._serialized_end=810
   _globals['_SEQUENCESPEC']._serialized_start=70
-  _globals['_SEQUENCESPEC']._serialized_end=382
-  _globals['_STEPTOKEN']._serialized_start=384
-  _globals['_STEPTOKEN']._serialized_end=463
+  _globals['_SEQUENCESPEC']._serialized_end=405
+  _globals['_STEPTOKEN']._serialized_start=407
+  _globals['_STEPTOKEN']._serialized_end=486
 # @@protoc_insertion_point(module_scope)

@@ -99,6 +99,7 @@ class SequenceSpec(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TIME_REMAINING_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    ITL_TARGET_US_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt_len: _builtins.int
     """How many of token_ids are the prompt."""
@@ -110,6 +111,10 @@ class SequenceSpec(_message.Message):
     """Milliseconds that the request may still take when this message leaves; 0: no bound. Clocks are not compared."""
     traceparent: _builtins.str
     """W3C trace context of the span that this work belongs to."""
+    itl_target_us: _builtins.int
+    """Microseconds that the gaps between the answer's tokens should not exceed; 0: nobody asked for any. Whoever computes
+    prompts beside the answer takes chunks of them that keep it.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt tokens, then tokens that were shown to the client already (they are given, not sampled again)."""
@@ -138,10 +143,11 @@ class SequenceSpec(_message.Message):
         cache_salt: _builtins.str = ...,
         time_remaining_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        itl_target_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "logprobs", b"logprobs", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "time_remaining_ms", b"time_remaining_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "cache_salt", b"cache_salt", "eos_token_ids", b"eos_token_ids", "itl_target_us", b"itl_target_us", "logprobs", b"logprobs", "priority", b"priority", "prompt_len", b"prompt_len", "request_id", b"request_id", "sampling", b"sampling", "stopping", b"stopping", "time_remaining_ms", b"time_remaining_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.sequence import EndReason, SequenceSpec
+from pdserve.core.sequence import EndReason, Sequence, SequenceSpec
 from pdserve.engine.build import EngineOptions, build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.outputs import Ended, TokenOut
-from pdserve.engine.scheduler import Phase
+from pdserve.engine.scheduler import Phase, Scheduled
 from tests.tiny_models import make_tiny_model
 
 BLOCK = 16
@@ -192,3 +193,32 @@ def test_a_wall_clock_that_is_set_back_changes_no_speed(
     engine.add("t", spec(prompt(80)))
     run(engine)
     assert engine.prefill_rate > 0
+
+
+def test_prompts_take_smaller_chunks_beside_an_answer_that_states_a_target(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine's own measure: a step takes 10 ms here, and 1 ms for each of its tokens, by a clock of ours."""
+    engine, now, steps = engines(prefix_caching=False), [0.0], list[list[int]]()
+    schedule = engine.scheduler.schedule
+
+    def counted(*speed: object) -> tuple[list[Scheduled], list[Sequence]]:
+        batch, preempted = schedule(*speed)  # type: ignore[arg-type]
+        steps.append([scheduled.count for scheduled in batch])
+        return batch, preempted
+
+    def forward() -> None:
+        now[0] += 0.01 + 0.001 * sum(steps[-1])
+
+    monkeypatch.setattr(engine.scheduler, "schedule", counted)
+    engine.clock, engine.on_forward = lambda: now[0], forward
+    for length in range(20, 80):
+        engine.add(f"learned from {length}", spec(prompt(length, length), max_tokens=3))
+        run(engine)
+    for target, chunks in ((0.0625, [39, 39, 22]), (None, [100])):
+        engine.add("answer", replace(spec(prompt(20), max_tokens=20), itl_target=target))
+        engine.step()
+        steps.clear()
+        engine.add("prompt", spec(prompt(100, 1), max_tokens=1))
+        run(engine)
+        assert [step[1] for step in steps if len(step) > 1] == pytest.approx(chunks, abs=2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.policy.batching import Claim, Work, choose_victim, plan_step
+from pdserve.policy.batching import LEAST, SHARE, Claim, Work, choose_victim, plan_step
+from pdserve.policy.estimate import ENOUGH, Speed
 
 WORK = st.lists(
     st.one_of(st.builds(Work, st.just(1), st.just(False)), st.builds(Work, st.integers(1, 500), st.just(True)))
@@ -25,6 +26,51 @@ def test_the_budget_is_used_and_kept(work: list[Work], budget: int) -> None:
     assert all(0 <= count <= item.pending for count, item in zip(counts, work, strict=True))
     streams = sum(not item.prefill for item in work)
     assert sum(counts) == min(max(budget, streams + 1), sum(item.pending for item in work))
+
+
+# 10 ms a step and 1 ms for each of its answers; 1 ms a prompt token, 2 where 500 are before it.
+SPEED = Speed(step=0.01, token=1e-3, square=1e-6, answer=1e-3, prompts=ENOUGH, answers=ENOUGH)
+
+
+def test_prompts_leave_answers_the_time_that_they_asked_for() -> None:
+    """Of 100 ms 80 are planned: 68 ms beside two answers, which are 63 tokens at the start of a prompt."""
+    answers = [Work(1, False, 100, 0.1), Work(1, False, 50, 0.3)]
+    assert plan_step([*answers, Work(300, True)], 512, SPEED) == [1, 1, 63]
+    assert plan_step([*answers, Work(300, True, before=500)], 512, SPEED) == [1, 1, 33]
+    assert plan_step([*answers, Work(40, True), Work(300, True), Work(9, True)], 512, SPEED) == [1, 1, 40, 25, 0]
+    assert plan_step([*answers, Work(300, True)], 30, SPEED) == [1, 1, 28]
+
+
+def test_nobody_s_target_bounds_nothing() -> None:
+    prompt = Work(300, True, target=0.02)  # it has no answer yet that could be held up
+    assert plan_step([Work(1, False, 100), prompt], 512, SPEED) == [1, 300]
+    assert plan_step([prompt], 512, SPEED) == [300]
+    asked = [Work(1, False, 100, 0.1), prompt]
+    assert plan_step(asked, 512) == plan_step(asked, 512, Speed()) == [1, 300]
+
+
+def test_prompts_go_on_where_answers_are_late_already() -> None:
+    """The first one, by as many as are worth a step."""
+    answers = [Work(1, False, 100, 0.012)] * 9
+    assert plan_step([*answers, Work(300, True), Work(300, True)], 512, SPEED) == [1] * 9 + [LEAST, 0]
+    assert plan_step([*answers, Work(7, True), Work(300, True)], 512, SPEED) == [1] * 9 + [7, 0]
+
+
+@given(WORK, st.integers(1, 600), st.floats(1e-3, 10.0), st.integers(0, 10_000))
+def test_a_planned_step_keeps_the_target_or_is_the_least(
+    work: list[Work], budget: int, target: float, before: int
+) -> None:
+    work = [item._replace(before=before, target=None if item.prefill else target) for item in work]
+    counts = plan_step(work, budget, SPEED)
+    prompts = [count for count, item in zip(counts, work, strict=True) if item.prefill]
+    answers = len(work) - len(prompts)
+    seconds = SPEED.decode_seconds(answers, 0)
+    seconds += sum(SPEED.token * count + SPEED.square * ((before + count) ** 2 - before**2) for count in prompts)
+    if answers and seconds > SHARE * target + 1e-9:
+        assert sum(prompts) <= LEAST
+    if prompts:
+        first = next(item for item in work if item.prefill)
+        assert prompts[0] >= min(first.pending, LEAST, max(1, budget - answers))
 
 
 def test_lowest_priority_then_youngest_is_preempted() -> None:

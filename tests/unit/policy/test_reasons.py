@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from pdserve.core.layout import KVLayout
+from pdserve.core.slo import SloTargets
 from pdserve.policy.disaggregation import Local, NoWorker, Rules
 from pdserve.policy.estimate import Speed
-from pdserve.policy.fleet import FleetView, PlacementRequest, Role, WorkerView
+from pdserve.policy.fleet import FleetView, PlacementRequest, Role, Target, WorkerView
 from pdserve.policy.routing import SHOWN, Kind, choose_pair, choose_prefill
 
 LAYOUT = KVLayout(16, 2, 2, 16, "float32", bytes(16))
@@ -46,6 +49,20 @@ def test_a_prompt_that_is_quicker_here_is_conditional() -> None:
     assert (decision.kind, decision.options[0].local) == (Kind.LOCAL, Local.CONDITIONAL)
     assert decision.considered == len(decision.options) == 2
     assert decision.options[1].prefill == "p0" and decision.options[1].local is None
+
+
+def test_a_prompt_beside_answers_is_computed_in_chunks_that_keep_their_target() -> None:
+    """64 tokens are 69 ms at once, and a gap 5.1 ms: too long for 50 ms, which nobody need see, and not for 40 of them,
+    which take the prompt a little longer."""
+    fleet = view(replace(worker("p0"), prefill_tokens=500), replace(worker("d0"), sequences=1))
+    targets = SloTargets(2.0, 0.05, 99.0)
+    stated = choose_pair(fleet, replace(REQUEST, targets=targets, stated=frozenset({Target.ITL})))
+    alone = next(option for option in stated.options if option.local)
+    assert (stated.kind, alone.slow) == (Kind.LOCAL, 0.0)
+    assert alone.compute == pytest.approx(0.069 * 0.04 / (0.04 - alone.gap))
+    only_measured = choose_pair(fleet, replace(REQUEST, targets=targets))
+    unbounded = next(option for option in only_measured.options if option.local)
+    assert unbounded.slow > 0 and unbounded.compute == pytest.approx(0.069)
 
 
 def test_a_decision_shows_the_best_of_all_that_it_considered() -> None:

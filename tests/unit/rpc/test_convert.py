@@ -59,6 +59,7 @@ def specs(draw: st.DrawFn) -> SequenceSpec:
         cache_salt=draw(names),
         time_remaining=draw(st.none() | st.integers(1, 10**9).map(lambda ms: ms / 1000)),
         traceparent=draw(names),
+        itl_target=draw(st.none() | st.integers(1, 10**9).map(lambda us: us / 1e6)),
     )
 
 
