@@ -137,9 +137,15 @@ async def test_a_stop_says_what_it_waits_for_and_a_second_one_does_not_wait(mode
         await gone(family)
 
 
-async def test_a_stop_with_nothing_to_wait_for_says_so(model: Path, tmp_path: Path) -> None:
-    async with pdserve("serve", *flags(model, tmp_path), "--colocated", "1") as process:
-        await read_until(process, "ready at")
+async def test_targets_are_the_router_s_and_a_stop_with_nothing_to_wait_for_says_so(
+    model: Path, tmp_path: Path
+) -> None:
+    more = ("--colocated", "1", "--slo-ttft-ms", "700", "--slo-itl-ms", "70")
+    async with pdserve("serve", *flags(model, tmp_path), *more) as process:
+        endpoint = (await read_until(process, r"ready at (127\.0\.0\.1:\d+)"))[1]
+        async with Client(endpoint) as client:
+            stats = await client.stats()
+        assert (stats.ttft_target_ms, stats.itl_target_ms) == (700.0, 70.0)
         process.send_signal(signal.SIGINT)
         await read_until(process, "stopping: no request runs")
         await read_until(process, "stopped")

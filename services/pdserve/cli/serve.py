@@ -76,7 +76,13 @@ async def _plan(settings: ServeSettings) -> SuitePlan:
         http_port=settings.http_port,
         metrics_port=settings.metrics_port,
         tls=settings.tls,
-        per_worker={"router": {"api-keys-file": settings.api_keys_file}},
+        per_worker={
+            "router": {
+                "api-keys-file": settings.api_keys_file,
+                "slo-ttft-ms": settings.slo_ttft_ms,
+                "slo-itl-ms": settings.slo_itl_ms,
+            }
+        },
     )
 
 

@@ -48,6 +48,12 @@ class ServeSettings(Settings):
     block_size: PositiveInt | None = Field(None, description="tokens in a KV block")
     kv_cache_memory: ByteSize | None = Field(None, gt=0, description="KV cache of each worker, such as 4GiB")
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1, description="share of a GPU's memory to use in all")
+    slo_ttft_ms: float | None = Field(
+        None, gt=0, description="milliseconds to the first token that requests are promised"
+    )
+    slo_itl_ms: float | None = Field(
+        None, gt=0, description="milliseconds between tokens that requests are promised; prompts keep out of their way"
+    )
     max_model_len: PositiveInt | None = Field(None, description="longest prompt plus answer, in tokens")
     max_num_seqs: PositiveInt | None = Field(None, description="sequences that one worker runs at once")
     max_num_batched_tokens: PositiveInt | None = Field(None, description="tokens in one engine step")
