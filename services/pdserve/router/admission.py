@@ -168,7 +168,7 @@ class Visit:
         """It is over: its gaps say how good the prediction was."""
         gaps, targets = self.measure.timeline.gaps, self.wishes.targets
         if self._admission is not None and Target.ITL in self.wishes.stated and len(gaps) >= LEAST_GAPS:
-            self._admission.observe_gap(self._margins, percentile(gaps, targets.itl_percentile))
+            self._admission.observe_gap(self._margins, percentile(gaps, targets.itl_percentile), targets.itl)
 
     def _ask(self, resolved: ResolvedRequest, request: PlacementRequest, ahead: Ahead, deadline: float) -> Admission:
         view, rules = self.door.fleet.view(resolved.model), self.door.settings.rules

@@ -48,10 +48,11 @@ class Admission:
         if self.ttft is not None:
             margins.ttft.observe(self.idle_ttft, self.ttft, ttft)
 
-    def observe_gap(self, margins: Margins, gap: float) -> None:
-        """And `gap` seconds lay between its tokens, at the percentile that it was promised."""
+    def observe_gap(self, margins: Margins, gap: float, target: float) -> None:
+        """And `gap` seconds lay between its tokens, at the percentile that `target` is for. Up to that, workers that
+        compute prompts beside answers fill steps on purpose (`policy.batching`), which tells nothing of the load."""
         if self.gap is not None:
-            margins.gap.observe(self.idle_gap, self.joined_gap, gap)
+            margins.gap.observe(self.idle_gap, self.joined_gap, gap if gap > target else min(gap, self.joined_gap))
 
     @property
     def admitted(self) -> bool:

@@ -255,7 +255,7 @@ class Judge:
                 stretch, longest = limit / (limit - gap), limit
                 time, even = PromptTime(time.queue, time.compute * stretch), even * stretch
         cost = (even + harm) / self.ttft + even_gap / self.itl
-        late, slow = self._misses(time.total, max(gap, longest))
+        late, slow = self._misses(time.total + harm, max(gap, longest))
         facts = time.queue, time.compute, 0.0, gap, late, slow, cost, worker.accepts_prompt, decode.tight, held, held
         measured = worker.speed.knows_prompts and worker.speed.knows_answers
         return Option(None, worker.worker_id, *facts, why, measured)

@@ -82,6 +82,16 @@ def test_gaps_have_a_margin_of_their_own() -> None:
     assert not admit(IDLE, asked, crowd, margins=Margins(gap=Margin(4.0))).admitted
 
 
+def test_gaps_that_were_promised_say_nothing_of_the_load() -> None:
+    """Prompts fill steps up to the target: what stays within it came true, however little was predicted."""
+    let_in, margins = admit(IDLE, request(itl=0.05), waiting(10, 20)), Margins(gap=Margin(2.0))
+    assert let_in.gap is not None and let_in.joined_gap < 0.045
+    let_in.observe_gap(margins, 0.05, 0.05)
+    assert margins.gap.factor < 2.0
+    let_in.observe_gap(margins, 0.5, 0.05)
+    assert margins.gap.factor > 2.0
+
+
 def test_what_was_predicted_is_told_without_its_margin() -> None:
     """Else a margin would be measured against itself."""
     plain = admit(IDLE, request(ttft=0.6), waiting(200))
@@ -90,5 +100,5 @@ def test_what_was_predicted_is_told_without_its_margin() -> None:
     margins = Margins()
     assert plain.ttft is not None
     plain.observe(margins, 2 * plain.ttft)
-    plain.observe_gap(margins, 0.0)
+    plain.observe_gap(margins, 0.0, 1.0)
     assert margins.ttft.factor > 1.0 and margins.gap.factor == 1.0
