@@ -137,7 +137,7 @@ async def test_the_door_learns_from_those_whose_targets_are_kept(
         model=SimpleNamespace(name="tiny"), given=(1,) * 100, remaining=50, resumed=(),
         spec=SimpleNamespace(priority=priority, cache_salt=""),
     )  # fmt: skip
-    measure, wishes = Measure([], "chat"), Wishes("a", targets=SloTargets(1000.0, 1000.0, 99.0), stated=stated)
+    measure, wishes = Measure([], "chat"), Wishes("a", targets=SloTargets(1000.0, 50.0, 99.0), stated=stated)
     async with door.entered(wishes, measure) as visit:
         await visit.admit(asked, asyncio.get_running_loop().time() + 1000.0)
         for number in range(1, 12):
