@@ -74,6 +74,7 @@ class Simulation:
                 preempted=self._on_preempted,
                 changed=self._on_changed,
                 speed=plan.speeds.get(name, 1.0),
+                itl_target=plan.targets.itl if plan.targets else None,
             )
         self._watch = Watch(plan, list(self.workers.values()))
         self._door = Door(plan.reject, self.workers.values())

@@ -29,7 +29,7 @@ class Worker:
     """`schedule(at, action)` is the clock's. `prefilled(job)` is called when a prompt is through, `finished(job)` when
     an answer is, `preempted(job)` when a job lost its pages; each at the end of a step, with the pages still held by
     the job in the first case only. `changed()` says that a router would be told something new. `speed` divides every
-    duration; `estimate` learns it, as an engine's does."""
+    duration; `estimate` learns it, as an engine's does. `itl_target` is what all answers ask for, None: nothing."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Worker:
         preempted: Callable[[Worker, Job, float], None],
         changed: Callable[[Worker], None],
         speed: float = 1.0,
+        itl_target: float | None = None,
     ) -> None:
         self.worker_id, self.role, self.layout, self.limits = worker_id, role, layout, limits
         self.pool = BlockPool(limits.total_blocks)
@@ -57,6 +58,7 @@ class Worker:
         self.backlog = self.backlog_squares = 0  # prompt tokens that wait to be computed
         self.estimate = SpeedEstimate()
         self._cost, self._speed, self._schedule = cost, speed, schedule
+        self._itl_target = itl_target
         self._prefilled, self._finished, self._preempted, self._changed = prefilled, finished, preempted, changed
         self._step = 0  # the number of the step or run under way; an event of another number is stale
         self._busy = False
@@ -163,8 +165,9 @@ class Worker:
         if self.limits.whole_prompts:
             batch, answers = self._whole(prompts), []
         else:
-            work = [Work(job.goal - job.computed, prefill=True) for job in prompts]
-            counts = plan_step(work, self.limits.max_num_batched_tokens - len(answers))
+            work = [Work(1, False, job.computed, self._itl_target) for job in answers]
+            work += [Work(job.goal - job.computed, True, job.computed) for job in prompts]
+            counts = plan_step(work, self.limits.max_num_batched_tokens, self.estimate.speed)[len(answers) :]
             batch = [(job, count) for job, count in zip(prompts, counts, strict=True) if count]
         chunks: list[Chunk] = [(job.computed, count) for job, count in batch]
         for job, _ in batch:

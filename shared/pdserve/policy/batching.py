@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 from pdserve.policy.estimate import Speed
 
-SHARE = 0.8  # of a target is what a step is planned to take: no two steps take the same
-LEAST = (
-    32  # tokens that the first prompt goes on by, whatever the answers' targets: short steps read the weights in vain
-)
+SHARE = 0.9  # of a target is what a step is planned to take: no two steps take the same
+LEAST = 32  # tokens that the first prompt goes on by in any case: shorter steps read the weights for too little
 
 
 class Work(NamedTuple):

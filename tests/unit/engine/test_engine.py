@@ -16,6 +16,7 @@ from pdserve.engine.build import EngineOptions, build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.outputs import Ended, TokenOut
 from pdserve.engine.scheduler import Phase, Scheduled
+from pdserve.policy.batching import SHARE
 from tests.tiny_models import make_tiny_model
 
 BLOCK = 16
@@ -215,7 +216,7 @@ def test_prompts_take_smaller_chunks_beside_an_answer_that_states_a_target(
     for length in range(20, 80):
         engine.add(f"learned from {length}", spec(prompt(length, length), max_tokens=3))
         run(engine)
-    for target, chunks in ((0.0625, [39, 39, 22]), (None, [100])):
+    for target, chunks in ((0.05 / SHARE, [39, 39, 22]), (None, [100])):
         engine.add("answer", replace(spec(prompt(20), max_tokens=20), itl_target=target))
         engine.step()
         steps.clear()

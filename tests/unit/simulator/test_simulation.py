@@ -163,6 +163,23 @@ def test_a_slower_worker_gets_less() -> None:
     assert fast > 2 * slow
 
 
+def test_prompts_keep_out_of_the_way_of_answers_that_state_a_target() -> None:
+    """A co-located worker: 10 ms a step, 1 ms a token. A prompt of 1,000 holds the other answer up by half a second for
+    each 512; with 100 ms stated its steps are planned for 90."""
+    cost = Fitted((10, 1, 0), (10, 0, 0))
+    learned = [Arrival(5.0 * number, 40 + number, 2) for number in range(20)]
+    arrivals = [*learned, Arrival(200.0, 50, 40), Arrival(200.1, 1000, 2)]
+    longest = []
+    for targets in (None, SloTargets(10.0, 0.1, 99.0)):
+        plan = FleetPlan(LAYOUT, cost, colocated=1, prefill_limits=LIMITS, decode_limits=LIMITS, targets=targets)
+        simulation = Simulation(plan)
+        simulation.run(arrivals)
+        answer = next(request for request in simulation.requests if request.arrival.at == 200.0)
+        longest.append(max(gap for gap, _ in answer.gaps))
+    assert longest[0] > 0.5
+    assert longest[1] == pytest.approx(0.09, abs=0.01)
+
+
 def test_prefixes_are_reused() -> None:
     """Later turns of a conversation compute less, and without ids nothing is shared."""
     plan = FleetPlan(LAYOUT, OPT13B, 1, 1, 0, ROOMY, ROOMY)
