@@ -15,7 +15,10 @@ from pdserve.client import FleetWorker, LatencyStats, ModelStats, Stats
 from pdserve.core.fabric import say_bytes, say_rate
 
 ROLES = ("prefill", "decode", "prefix_cache")
-WIDE = 110  # columns from which bars are long
+WIDE = 110  # columns from which numbers stand beside the bars
+SHORTEST, LONGEST = 12, 32  # bars, in characters
+NAME = 12  # the least that a worker's name has; longer ones are folded where there is no room
+GAP = 2  # between columns
 # Blocks by state: character on a terminal, in ASCII, style.
 BLOCKS = (("owned", "█", "#", "green"), ("reserved", "▓", "%", "yellow"), ("cached", "▒", "+", "blue"))
 FREE = ("░", ".", "dim")
@@ -95,11 +98,11 @@ def _model(model: ModelStats, stats: Stats) -> list[RenderableType]:
     judged = model.completed + model.failed
     kept = f" ({min(1.0, model.good / judged):.0%})" if judged else ""
     rates = Text(no_wrap=True, overflow="ellipsis")
-    rates.append(f"{model.requests_per_second:.1f} requests/s, goodput {model.goodput:.1f}{kept}")
+    rates.append(f"{_rate(model.requests_per_second)} requests/s, goodput {_rate(model.goodput)}{kept}")
     rates.append(f", tokens/s {model.prompt_tokens_per_second:.0f} in {model.output_tokens_per_second:.0f} out")
     rates.append(f", cache hits {model.cache_hit_rate:.0%}")
     bad = [f"{getattr(model, what)} {what}" for what in ("failed", "cancelled", "replays") if getattr(model, what)]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim")
     table.add_column("milliseconds")
     for name in ("p50", "p90", "p99", "max", "target", "mean", "count"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -110,6 +113,11 @@ def _model(model: ModelStats, stats: Stats) -> list[RenderableType]:
     ):
         table.add_row(name, *_latency(latency, target))
     return [head, rates, *([Text(", ".join(bad), "red")] if bad else []), table]
+
+
+def _rate(value: float) -> str:
+    """A rate a second. One request in a minute is not none."""
+    return f"{value:.2f}" if 0.0 < value < 0.095 else f"{value:.1f}"
 
 
 def _latency(latency: LatencyStats, target: float) -> Iterator[Text]:
@@ -129,38 +137,49 @@ def _pool(
     role: str, pool: Sequence[FleetWorker], rates: Mapping[str, WorkerRates], width: int, *, ascii_only: bool
 ) -> RenderableType:
     wide = width >= WIDE
-    cells = 32 if wide else 12
-    table = _table(f"{role}: {pool_title(role, pool, rates)}")
-    table.add_column("worker", overflow="fold", min_width=12)
-    table.add_column("state", no_wrap=True)
     numbers = ["run", "wait", "busy", "tokens/s", "hits"]
     more = ["used", "cached", "free", "pending" if role == "prefill" else "preempted"] if wide else []
+    workers = sorted(pool, key=lambda worker: worker.worker_id)
+    rows = [_row(worker, rates.get(worker.worker_id), wide) for worker in workers]
+    cells = _bar_cells(width, [("worker".ljust(NAME), "state", *numbers, "", *more), *rows])
+    table = _table(f"{role}: {pool_title(role, pool, rates)}")
+    table.add_column("worker", overflow="fold", min_width=NAME)
+    table.add_column("state", no_wrap=True)
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("KV", no_wrap=True, min_width=cells)
-    table.add_column("", justify="right", no_wrap=True)
-    for name in more:
+    for name in ("", *more):
         table.add_column(name, justify="right", no_wrap=True)
-    for worker in sorted(pool, key=lambda worker: worker.worker_id):
-        word, style = state(worker)
-        rate = rates.get(worker.worker_id)
-        hits = None if rate is None else rate.hits
-        blocks = (_used(worker), worker.cached_blocks, worker.free_blocks)
-        own = worker.pending_prefill_tokens if role == "prefill" else worker.preemptions
-        table.add_row(
-            escape(worker.worker_id or worker.endpoint),
-            Text(word, style),
-            str(worker.running),
-            str(worker.waiting),
-            "-" if rate is None else f"{rate.busy:.0%}",
-            "-" if rate is None else f"{rate.tokens:.0f}",
-            "-" if hits is None else f"{hits:.0%}",
-            kv_bar(worker, cells, ascii_only=ascii_only),
-            f"{_used(worker) / max(1, worker.total_blocks):.0%}",
-            *(str(number) for number in (*blocks, own) if wide),
-            style="" if worker.connected else "dim",
-        )
+    for worker, (name, word, *told) in zip(workers, rows, strict=True):
+        before, behind = told[: len(numbers)], told[len(numbers) :]
+        bar = kv_bar(worker, cells, ascii_only=ascii_only)
+        style = "" if worker.connected else "dim"
+        table.add_row(escape(name), Text(word, state(worker)[1]), *before, bar, *behind, style=style)
     return table
+
+
+def _row(worker: FleetWorker, rate: WorkerRates | None, wide: bool) -> tuple[str, ...]:
+    """A worker's cells, but for the bar."""
+    hits = None if rate is None else rate.hits
+    blocks = (_used(worker), worker.cached_blocks, worker.free_blocks)
+    own = worker.pending_prefill_tokens if worker.role == "prefill" else worker.preemptions
+    return (
+        worker.worker_id or worker.endpoint,
+        state(worker)[0],
+        str(worker.running),
+        str(worker.waiting),
+        "-" if rate is None else f"{rate.busy:.0%}",
+        "-" if rate is None else f"{rate.tokens:.0f}",
+        "-" if hits is None else f"{hits:.0%}",
+        f"{_used(worker) / max(1, worker.total_blocks):.0%}",
+        *(str(number) for number in (*blocks, own) if wide),
+    )
+
+
+def _bar_cells(width: int, rows: Sequence[tuple[str, ...]]) -> int:
+    """How long a bar may be on a console of `width` columns, beside the cells of `rows`."""
+    taken = sum(max(map(len, column)) + GAP for column in zip(*rows, strict=True))
+    return max(SHORTEST, min(LONGEST, width - taken - GAP))
 
 
 def _used(worker: FleetWorker) -> int:
@@ -219,7 +238,7 @@ def _link_table(rows: Sequence[tuple[str, ...]]) -> RenderableType:
 
 
 def _table(title: str) -> Table:
-    return Table(title=Text(title, "bold"), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    return Table(title=Text(title, "bold"), title_justify="left", box=None, padding=(0, GAP, 0, 0), header_style="dim")
 
 
 def _of_a_model(worker: FleetWorker, stats: Stats) -> bool:

@@ -86,8 +86,7 @@ def test_no_router_is_a_plain_line_and_code_1() -> None:
 def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """PDSERVE_MODEL stands for --model, PDSERVE_DEVICE for --device."""
     monkeypatch.setenv("PDSERVE_MODEL", "./nowhere-else")
-    assert "nowhere-else" in runner.invoke(app, ["serve"]).output
-    monkeypatch.setenv("PDSERVE_MODEL", "./nowhere-else")
+    assert "nowhere-else" in runner.invoke(app, ["serve", "--port", "0", "--http-port", "0"]).output
     monkeypatch.setenv("PDSERVE_PORT", "not a number")
     assert runner.invoke(app, ["serve"]).exit_code == 2
 
