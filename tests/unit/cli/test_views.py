@@ -32,8 +32,10 @@ def test_percentiles_are_nearest_ranks() -> None:
 
 
 def test_the_demo_table_says_where_the_time_went() -> None:
-    rows = dict(answer_rows([Answer("Paris.", 98.3, (49.0, 51.0), FINISH), Answer("x", 5.0, (), FINISH)]))
-    assert rows["time to first token"] == ["98.3 ms", "5.0 ms"]
+    rows = dict(answer_rows([Answer("Paris.", 101.3, (49.0, 51.0), FINISH), Answer("x", 5.0, (), FINISH)]))
+    assert rows["time to first token"] == ["101.3 ms", "5.0 ms"]
+    parts = [float(rows[f"  {part}"][0].split()[0]) for part in ("queue", "reserve", "prefill", "outside the router")]
+    assert sum(parts) == pytest.approx(101.3)
     assert rows["  transfer, not hidden"][0] == "7.0 ms"
     assert rows["between tokens, p99"] == ["51.0 ms", "-"]
     assert rows["tokens in / out"][0] == "277 / 5"
