@@ -97,6 +97,12 @@ def test_settings_of_serve_come_from_a_file_too(tmp_path: Path) -> None:
     assert settings.counts == [(1, 3, 0), (2, 3, 0)] and settings.kv_cache_memory == 1 << 30
 
 
+def test_a_cache_that_nobody_would_ask_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ServeSettings.load(["--model", "m", "--prefix-cache", "1", "--no-enable-prefix-caching"])
+    assert "prefix-cache 1 is never asked with no-enable-prefix-caching" in capsys.readouterr().err
+
+
 def test_serve_has_every_option_of_workers() -> None:
     assert {field.name for field in dataclasses.fields(WorkerOptions)} <= ServeSettings.model_fields.keys()
 
