@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from rich.console import Group, RenderableType
@@ -29,10 +30,10 @@ def dashboard(view: View, width: int, *, ascii_only: bool = False) -> Renderable
     parts: list[RenderableType] = [_title(view)]
     for model in view.stats.models:
         parts += [Text(), *_model(model, view.stats)]
-        for role in ROLES[:2]:
-            pool = [worker for worker in view.fleet if worker.role == role and worker.model == model.model]
-            if pool:
-                parts += [Text(), _pool(role, pool, view.rates, width, ascii_only=ascii_only)]
+        pools = list(_pools(model, view, wide=width >= WIDE))
+        cells = min((pool.bar_cells(width) for pool in pools), default=0)  # alike in all, to be compared
+        for pool in pools:
+            parts += [Text(), pool.table(cells, ascii_only=ascii_only)]
     others = [worker for worker in view.fleet if not _of_a_model(worker, view.stats)]
     if others:
         parts += [Text(), _others(others)]
@@ -133,29 +134,52 @@ def _latency(latency: LatencyStats, target: float) -> Iterator[Text]:
     yield Text(str(latency.count))
 
 
-def _pool(
-    role: str, pool: Sequence[FleetWorker], rates: Mapping[str, WorkerRates], width: int, *, ascii_only: bool
-) -> RenderableType:
-    wide = width >= WIDE
-    numbers = ["run", "wait", "busy", "tokens/s", "hits"]
-    more = ["used", "cached", "free", "pending" if role == "prefill" else "preempted"] if wide else []
-    workers = sorted(pool, key=lambda worker: worker.worker_id)
-    rows = [_row(worker, rates.get(worker.worker_id), wide) for worker in workers]
-    cells = _bar_cells(width, [("worker".ljust(NAME), "state", *numbers, "", *more), *rows])
-    table = _table(f"{role}: {pool_title(role, pool, rates)}")
-    table.add_column("worker", overflow="fold", min_width=NAME)
-    table.add_column("state", no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("KV", no_wrap=True, min_width=cells)
-    for name in ("", *more):
-        table.add_column(name, justify="right", no_wrap=True)
-    for worker, (name, word, *told) in zip(workers, rows, strict=True):
-        before, behind = told[: len(numbers)], told[len(numbers) :]
-        bar = kv_bar(worker, cells, ascii_only=ascii_only)
-        style = "" if worker.connected else "dim"
-        table.add_row(escape(name), Text(word, state(worker)[1]), *before, bar, *behind, style=style)
-    return table
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A pool's table: names of the columns before and behind the bars, and a row of texts for each worker."""
+
+    title: str
+    workers: Sequence[FleetWorker]
+    before: Sequence[str]
+    behind: Sequence[str]
+    rows: Sequence[tuple[str, ...]]
+
+    def bar_cells(self, width: int) -> int:
+        """How long bars may be on a console of `width` columns, beside all else."""
+        columns = zip(("worker".ljust(NAME), "state", *self.before, *self.behind), *self.rows, strict=True)
+        taken = sum(max(map(len, column)) + GAP for column in columns)
+        return max(SHORTEST, min(LONGEST, width - taken - GAP))
+
+    def table(self, cells: int, *, ascii_only: bool) -> RenderableType:
+        table = _table(self.title)
+        table.add_column("worker", overflow="fold", min_width=NAME)
+        table.add_column("state", no_wrap=True)
+        for name in self.before:
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("KV", no_wrap=True, min_width=cells)
+        for name in self.behind:
+            table.add_column(name, justify="right", no_wrap=True)
+        for worker, (name, word, *told) in zip(self.workers, self.rows, strict=True):
+            before, behind = told[: len(self.before)], told[len(self.before) :]
+            bar = kv_bar(worker, cells, ascii_only=ascii_only)
+            style = "" if worker.connected else "dim"
+            table.add_row(escape(name), Text(word, state(worker)[1]), *before, bar, *behind, style=style)
+        return table
+
+
+def _pools(model: ModelStats, view: View, *, wide: bool) -> Iterator[_Pool]:
+    for role in ROLES[:2]:
+        pool = [worker for worker in view.fleet if worker.role == role and worker.model == model.model]
+        workers = sorted(pool, key=lambda worker: worker.worker_id)
+        more = ("used", "cached", "free", "pending" if role == "prefill" else "preempted") if wide else ()
+        if workers:
+            yield _Pool(
+                f"{role}: {pool_title(role, pool, view.rates)}",
+                workers,
+                ("run", "wait", "busy", "tokens/s", "hits"),
+                ("", *more),
+                [_row(worker, view.rates.get(worker.worker_id), wide) for worker in workers],
+            )
 
 
 def _row(worker: FleetWorker, rate: WorkerRates | None, wide: bool) -> tuple[str, ...]:
@@ -174,12 +198,6 @@ def _row(worker: FleetWorker, rate: WorkerRates | None, wide: bool) -> tuple[str
         f"{_used(worker) / max(1, worker.total_blocks):.0%}",
         *(str(number) for number in (*blocks, own) if wide),
     )
-
-
-def _bar_cells(width: int, rows: Sequence[tuple[str, ...]]) -> int:
-    """How long a bar may be on a console of `width` columns, beside the cells of `rows`."""
-    taken = sum(max(map(len, column)) + GAP for column in zip(*rows, strict=True))
-    return max(SHORTEST, min(LONGEST, width - taken - GAP))
 
 
 def _used(worker: FleetWorker) -> int:

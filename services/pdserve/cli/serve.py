@@ -108,7 +108,8 @@ async def _serve(plan: SuitePlan, log_dir: Path | None, secret: Path | None) -> 
         typer.echo(f"try: pdserve generate 'Hello' --chat --target {suite.endpoint}", err=True)
         scheme = "https" if plan.tls else "http"
         for gateway in suite.gateways:
-            typer.echo(f"OpenAI API at {scheme}://{gateway.endpoint}/v1", err=True)
+            url = f"{scheme}://{gateway.endpoint}"
+            typer.echo(f"OpenAI API at {url}/v1, web page at {url}", err=True)
         typer.echo(f"for pdserve probe: --internal-secret-file {suite.internal_secret_file}", err=True)
         for name, url in suite.metrics.items():
             typer.echo(f"metrics of {name} at {url}", err=True)

@@ -153,6 +153,8 @@ def test_a_view_fits_and_has_all_there_is(width: int) -> None:
     [decode] = [line for line in text.splitlines() if line.startswith("decode-0")]
     if width >= WIDE:
         assert "preempted" in text and decode.split()[-4:] == ["250", "250", "500", "7"], "no column is cut off"
+        prefill, _ = [line for line in text.splitlines() if line.startswith("prefill-0 ")]
+        assert prefill.count(".") == decode.count(".") > 0, "bars of one length"
     else:
         assert "preempted" not in text and decode.split()[-1] == "25%"
     [queue] = [line for line in text.splitlines() if line.startswith("queue")]

@@ -17,6 +17,7 @@ from pdserve.cli.probe_links import PairReport, pairs_of
 from pdserve.cli.probe_speed import COLUMNS, SpeedReport
 from pdserve.cli.probe_speed import row as speed_row
 from pdserve.cli.status import LINKS, WORKERS, degraded, link_rows, row
+from pdserve.cli.trace import REQUESTS
 from pdserve.client import Finish, FinishReason, FleetLink, FleetWorker, Output, Stages, Token, Usage
 from pdserve.policy.estimate import Speed
 
@@ -29,6 +30,16 @@ def test_percentiles_are_nearest_ranks() -> None:
     assert (percentile(gaps, 0.5), percentile(gaps, 0.99), percentile(gaps, 1.0)) == (50.0, 99.0, 100.0)
     assert percentile([7.0], 0.5) == percentile([7.0], 0.99) == 7.0
     assert percentile([], 0.5) is None
+
+
+def test_what_people_copy_is_never_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal that is too narrow for all, others fold."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which is how rich is told that it writes to a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    name = f"req-{'a' * 24}"
+    row = (name, "a model with a long name", "length", "prefill-0, decode-0", "3 s", "545", "35", "300 / 60")
+    show_table("latest requests", REQUESTS, [row], numbers=range(4, len(REQUESTS)), whole=(0,))
+    assert name in capsys.readouterr().out
 
 
 def test_the_demo_table_says_where_the_time_went() -> None:
