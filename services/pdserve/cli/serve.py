@@ -34,7 +34,7 @@ def serve(context: typer.Context) -> None:
     from pdserve.cli.serve_settings import ServeSettings
     from pdserve.rpc.settings_sources import variable
 
-    settings = ServeSettings.load(context.args, program="pdserve serve")
+    settings = ServeSettings.load(with_model_named(context.args), program="pdserve serve")
     log_dir = settings.log_dir
     if log_dir is None and sys.stderr.isatty():
         log_dir = Path(tempfile.mkdtemp(prefix="pdserve-logs-"))
@@ -51,6 +51,13 @@ def serve(context: typer.Context) -> None:
         if end.exit_code == 0:
             typer.echo("stopped", err=True)
         raise
+
+
+def with_model_named(arguments: Sequence[str]) -> list[str]:
+    """`pdserve serve MODEL ...` means `--model MODEL`, as elsewhere."""
+    if arguments and not arguments[0].startswith("-"):
+        return ["--model", *arguments]
+    return list(arguments)
 
 
 async def _plan(settings: ServeSettings) -> SuitePlan:

@@ -14,7 +14,8 @@ from pdserve.rpc.settings import OtlpEndpoint, Settings, tls_contradictions
 
 
 class ServeSettings(Settings):
-    """Run a suite on this machine until Ctrl-C. If any part of it dies, all of it stops and the command fails.
+    """Run a suite on this machine until Ctrl-C. A first word that is no option is the model. If any part of the suite
+    dies, all of it stops and the command fails.
 
     Settings come from the options below, then from PDSERVE_ variables, then from the file that --config names.
     """

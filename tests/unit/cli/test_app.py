@@ -67,8 +67,10 @@ def test_wrong_usage_is_code_2_and_names_the_culprit(arguments: list[str], words
     assert words in result.output
 
 
-def test_a_model_that_does_not_exist_is_one_line_and_code_1() -> None:
-    result = runner.invoke(app, ["serve", "--model", "./nowhere", "--port", "0", "--http-port", "0"])
+@pytest.mark.parametrize("model", [["./nowhere"], ["--model", "./nowhere"]], ids=len)
+def test_a_model_that_does_not_exist_is_one_line_and_code_1(model: list[str]) -> None:
+    """`pdserve serve MODEL` is how vLLM's users say it."""
+    result = runner.invoke(app, ["serve", *model, "--port", "0", "--http-port", "0"])
     assert result.exit_code == 1
     assert "nowhere" in result.output and "Traceback" not in result.output
 
