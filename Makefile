@@ -28,6 +28,7 @@ up:  ## Start the suite in containers and ask it something; needs Docker alone. 
 	$(COMPOSE) up --build --detach
 	@$(COMPOSE) exec -T router pdserve generate --chat --temperature 0 --max-tokens 64 -- \
 		"$${PROMPT:-What is the capital of France? Answer in one sentence.}"
+	@$(COMPOSE) exec -T gateway python -m pdserve.rpc.healthcheck http://127.0.0.1:8000/health --wait 60
 	@echo "gRPC at $$($(COMPOSE) port router 50051), OpenAI's HTTP API and a web page at http://$$($(COMPOSE) port gateway 8000)"
 
 down:  ## Stop what `make up` started. The model stays in its volume.

@@ -1,4 +1,4 @@
-"""What the README and docs/ name exists: make targets, commands with their options, files, pages and headings."""
+"""What the pages for people name exists: make targets, commands with their options, files, pages and headings."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def check_line(line: str, root: Any, targets: set[str]) -> list[str]:
     if not words:
         return []
     match words[0].rsplit("/", 1)[-1], words[1:]:
+        case "make", ["-C", folder, *rest]:
+            makefile = ROOT / folder / "Makefile"
+            if not makefile.is_file():
+                return [f"there is no Makefile in {folder}"]
+            return check_line(shlex.join(["make", *rest]), root, make_targets(makefile))
         case "make", rest:
             named = [word for word in rest if "=" not in word and not word.startswith("-")]
             return [f"make has no target {name}" for name in named if name not in targets]
@@ -48,6 +53,11 @@ def check_line(line: str, root: Any, targets: set[str]) -> list[str]:
         case (("python" | "python3"), [script, *_]) if script.endswith(".py"):
             return [] if (ROOT / script).is_file() else [f"there is no {script}"]
     return []
+
+
+def make_targets(makefile: Path) -> set[str]:
+    """What it can be asked for by name."""
+    return set(re.findall(r"^([a-z0-9-]+):", makefile.read_text(encoding="utf-8"), flags=re.MULTILINE))
 
 
 def check_settings(name: str, words: list[str]) -> list[str]:
@@ -95,7 +105,7 @@ def slug(heading: str) -> str:
 
 
 def main() -> int:
-    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = make_targets(ROOT / "Makefile")
     root = typer.main.get_command(app)
     problems = []
     for page in pages():

@@ -60,5 +60,5 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def pages() -> list[Path]:
-    """What people read: the README and the pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """What people read: the README, the pages of docs/, and the SDKs'."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "sdk" / "README.md"]

@@ -116,6 +116,40 @@ def test_prometheus_and_the_collector_reach_whom_they_name() -> None:
     assert collector["exporters"]["otlp/jaeger"]["endpoint"].split(":")[0] in services()
 
 
+def test_the_collector_uses_all_that_it_defines_and_nothing_else() -> None:
+    """As it would say itself at its start. It listens where .env and the docs tell services to send."""
+    text = (ROOT / "docker" / "otel-collector" / "config.yaml").read_text()
+    collector = yaml.safe_load(text)
+    pipelines = collector["service"]["pipelines"]
+    for kind in ("receivers", "processors", "exporters"):
+        used = {name for pipeline in pipelines.values() for name in pipeline[kind]}
+        assert used == collector[kind].keys(), kind
+    assert set(collector["service"]["extensions"]) == collector["extensions"].keys()
+    for pipeline in pipelines.values():  # a limiter behind a batch limits nothing
+        assert pipeline["processors"][0] == "memory_limiter"
+    port = collector["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].rpartition(":")[2]
+    for page in (".env", "README.md", "docs/containers.md", "docs/operations.md", "compose.yaml"):
+        told = re.findall(r"otel-collector:(\d+)", (ROOT / page).read_text())
+        assert set(told) <= {port}, page
+    (path,) = [mount.split(":")[1] for mount in services()["otel-collector"]["volumes"]]
+    assert services()["otel-collector"]["command"] == [f"--config={path}"]
+
+
+def test_grafana_finds_its_sources_and_its_dashboards() -> None:
+    """Each source is a service of the profile; the folder that is looked into is the one that is mounted."""
+    grafana = ROOT / "docker" / "grafana"
+    sources = yaml.safe_load((grafana / "provisioning" / "datasources" / "pdserve.yaml").read_text())["datasources"]
+    urls = {source["uid"]: source["url"] for source in sources}
+    assert urls.keys() == {"prometheus", "jaeger"}
+    for name, url in urls.items():
+        port = services()[name]["ports"][0].rpartition(":")[2]
+        assert name in active("observability") and url == f"http://{name}:{port}"
+    (provider,) = yaml.safe_load((grafana / "provisioning" / "dashboards" / "pdserve.yaml").read_text())["providers"]
+    mounts = dict(mount.split(":")[:2] for mount in services()["grafana"]["volumes"])
+    assert mounts["./docker/grafana/dashboards"] == provider["options"]["path"]
+    assert mounts["./docker/grafana/provisioning"] == "/etc/grafana/provisioning"
+
+
 @pytest.mark.parametrize("name", own_services())
 def test_each_command_is_one_that_its_service_takes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags and environment are valid, all listen for the others, and the probe asks the port that is listened on."""

@@ -1,4 +1,4 @@
-"""What the README and docs/ tell people to type works: each page is run from its first block to its last.
+"""What the README, docs/ and sdk/ tell people to type works: each page is run from its first block to its last.
 
 A page runs in a folder that looks like the repository, so that what it writes is gone afterwards. Ports that it names
 are replaced by free ones. How a block is run is said where it begins: see scripts/doc_blocks.py.
@@ -195,7 +195,7 @@ def to_run(path: Path) -> list[Block]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("path", [*filter(to_run, pages())], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*filter(to_run, pages())], ids=lambda path: path.relative_to(ROOT).as_posix())
 async def test_what_a_page_tells_people_to_type_works(path: Path, tmp_path: Path) -> None:
     no_curl = shutil.which("curl") is None
     left_out = 0

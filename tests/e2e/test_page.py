@@ -29,6 +29,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(lo
 RECITED = "<script>x\n"
 CONTEXT = 8192
 ENDED = "document.querySelector('.answer[data-end]')?.dataset.end"
+# What is said of a bar and does not end where the waterfall does.
+BEYOND = """
+const right = (element) => element.getBoundingClientRect().right;
+const said = [...document.querySelectorAll(".said")];
+return said.filter((words) => right(words) > right(words.closest(".waterfall"))).map((words) => words.textContent);
+"""
 CONTROLS = ("button", "textbox", "combobox", "radio", "spinbutton", "link")
 
 Page = tuple[Cluster, Browser]
@@ -175,11 +181,12 @@ async def test_the_browser_is_told_to_run_nothing_but_our_files(page: Page) -> N
 
 
 async def test_it_fits_every_screen_in_both_themes(page: Page) -> None:
-    """Nothing is wider than the screen, and every control has a name."""
+    """Nothing is wider than the screen, no bar's words than the waterfall, and every control has a name."""
     _, browser = page
     await browser.run("document.getElementById('settings').open = true")
     await ask(browser, "A long word: " + "x" * 300, 20)
     await browser.until(ENDED)
+    await browser.until("document.querySelector('.row[data-kind=request] .said span')")
     grounds = set()
     for theme in ("light", "dark"):
         await browser.prefer(theme)
@@ -187,11 +194,19 @@ async def test_it_fits_every_screen_in_both_themes(page: Page) -> None:
         for width in (360, 768, 1440):
             await browser.resize(width, 900)
             assert await browser.run("return document.documentElement.scrollWidth") <= width, f"{theme} {width}"
+            assert await browser.run(BEYOND) == [], f"{theme} {width}"
     assert len(grounds) == 2
     nodes = (await browser.command("Accessibility.getFullAXTree"))["nodes"]
     controls = [node for node in nodes if not node["ignored"] and node["role"]["value"] in CONTROLS]
     assert len(controls) > 15
     assert [node for node in controls if not node["name"]["value"]] == []
+
+
+async def test_a_small_rate_is_not_none(page: Page) -> None:
+    """One request in a minute is 0.02 a second and not 0.0."""
+    _, browser = page
+    shown = "const { rate } = await import('/page/format.js'); return [0, 1 / 60, 0.096, 0.4, 14.24, 1204].map(rate)"
+    assert await browser.run(shown) == ["0", "0.02", "0.1", "0.4", "14.2", "1,204"]
 
 
 async def test_the_keyboard_goes_straight_to_the_prompt(page: Page) -> None:

@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from structlog.testing import capture_logs
 
-from pdserve.client import Client, Finish, FinishReason, Output, PromptInfo, Retry, Session
+from pdserve.client import Client, Finish, FinishReason, Output, PromptInfo, RequestState, Retry, Session
 from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable, UnknownModel
 from pdserve.core.hashing import block_hashes, root_hash
 from pdserve.core.slo import Outcome, SloTargets, Verdict
@@ -240,6 +240,28 @@ async def test_a_cancelled_request_is_freed_everywhere(folder: Path) -> None:
         async with asyncio.timeout(PATIENCE):
             await decode.idle.wait()
     assert decode.cancelled == decode.tickets
+
+
+async def test_who_leaves_with_the_finish_has_cancelled_nothing(folder: Path) -> None:
+    """The cancel comes as soon as the finish is there, often before its write is known to have ended."""
+    exporter = InMemorySpanExporter()
+    stop = setup_tracing("test", None, exporter)
+    try:
+        prefill, decode = pair()
+        async with suite(folder, prefill, decode) as made:
+            ends = heard_by(made)
+            for number in range(50):
+                async with made.client.generate("hi", max_tokens=3, request_id=f"left-{number}") as events:
+                    async for event in events:
+                        if isinstance(event, Finish):
+                            break
+            await made.service.drain()
+            assert [end.outcome for end in ends] == [Outcome.ANSWERED] * 50
+            assert {request.state for request in await made.client.traces(50)} == {RequestState.DONE}
+    finally:
+        stop()
+    requests = [span for span in exporter.get_finished_spans() if span.name == "text_completion"]
+    assert len(requests) == 50 and not any("error.type" in (span.attributes or {}) for span in requests)
 
 
 async def test_a_deadline_in_the_middle_is_typed_and_frees(folder: Path) -> None:

@@ -188,3 +188,5 @@ def test_yes_and_no_are_words_of_their_own() -> None:
     assert "--no-local-prefill" in suite.router.arguments and "False" not in suite.router.arguments
     decode = next(plan for plan in suite.workers if plan.name == "decode-0")
     assert "--kv-checksum" in decode.arguments and "True" not in decode.arguments
+    workers = plan(prefill=1, decode=1, options=WorkerOptions(enable_prefix_caching=False)).workers
+    assert all("--no-enable-prefix-caching" in worker.arguments for worker in workers)

@@ -116,9 +116,16 @@ def parse_size(text: str | None) -> int | None:
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
-def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int]) -> None:
-    """Print a table to stdout. Columns at positions `numbers` are flush right and never broken; others fold where a
-    terminal is narrow. Lines drawn in ASCII where the output is no terminal."""
+def show_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers: Collection[int],
+    whole: Collection[int] = (),
+) -> None:
+    """Print a table to stdout. Columns at positions `numbers` are flush right; these and those at `whole`, which people
+    copy, are never broken; others fold where a terminal is narrow. Lines drawn in ASCII where the output is no
+    terminal."""
     from rich.box import ASCII, SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
@@ -130,7 +137,8 @@ def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     table = Table(title=escape(title) or None, title_justify="left", box=box, padding=padding)
     for index, name in enumerate(columns):
         number = index in numbers
-        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        unbroken = number or index in whole
+        table.add_column(name, justify="right" if number else "left", no_wrap=unbroken, overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from rich.console import Group, RenderableType
@@ -15,7 +16,10 @@ from pdserve.client import FleetWorker, LatencyStats, ModelStats, Stats
 from pdserve.core.fabric import say_bytes, say_rate
 
 ROLES = ("prefill", "decode", "prefix_cache")
-WIDE = 110  # columns from which bars are long
+WIDE = 110  # columns from which numbers stand beside the bars
+SHORTEST, LONGEST = 12, 32  # bars, in characters
+NAME = 12  # the least that a worker's name has; longer ones are folded where there is no room
+GAP = 2  # between columns
 # Blocks by state: character on a terminal, in ASCII, style.
 BLOCKS = (("owned", "█", "#", "green"), ("reserved", "▓", "%", "yellow"), ("cached", "▒", "+", "blue"))
 FREE = ("░", ".", "dim")
@@ -26,10 +30,10 @@ def dashboard(view: View, width: int, *, ascii_only: bool = False) -> Renderable
     parts: list[RenderableType] = [_title(view)]
     for model in view.stats.models:
         parts += [Text(), *_model(model, view.stats)]
-        for role in ROLES[:2]:
-            pool = [worker for worker in view.fleet if worker.role == role and worker.model == model.model]
-            if pool:
-                parts += [Text(), _pool(role, pool, view.rates, width, ascii_only=ascii_only)]
+        pools = list(_pools(model, view, wide=width >= WIDE))
+        cells = min((pool.bar_cells(width) for pool in pools), default=0)  # alike in all, to be compared
+        for pool in pools:
+            parts += [Text(), pool.table(cells, ascii_only=ascii_only)]
     others = [worker for worker in view.fleet if not _of_a_model(worker, view.stats)]
     if others:
         parts += [Text(), _others(others)]
@@ -95,11 +99,11 @@ def _model(model: ModelStats, stats: Stats) -> list[RenderableType]:
     judged = model.completed + model.failed
     kept = f" ({min(1.0, model.good / judged):.0%})" if judged else ""
     rates = Text(no_wrap=True, overflow="ellipsis")
-    rates.append(f"{model.requests_per_second:.1f} requests/s, goodput {model.goodput:.1f}{kept}")
+    rates.append(f"{_rate(model.requests_per_second)} requests/s, goodput {_rate(model.goodput)}{kept}")
     rates.append(f", tokens/s {model.prompt_tokens_per_second:.0f} in {model.output_tokens_per_second:.0f} out")
     rates.append(f", cache hits {model.cache_hit_rate:.0%}")
     bad = [f"{getattr(model, what)} {what}" for what in ("failed", "cancelled", "replays") if getattr(model, what)]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="dim")
     table.add_column("milliseconds")
     for name in ("p50", "p90", "p99", "max", "target", "mean", "count"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -110,6 +114,11 @@ def _model(model: ModelStats, stats: Stats) -> list[RenderableType]:
     ):
         table.add_row(name, *_latency(latency, target))
     return [head, rates, *([Text(", ".join(bad), "red")] if bad else []), table]
+
+
+def _rate(value: float) -> str:
+    """A rate a second. One request in a minute is not none."""
+    return f"{value:.2f}" if 0.0 < value < 0.095 else f"{value:.1f}"
 
 
 def _latency(latency: LatencyStats, target: float) -> Iterator[Text]:
@@ -125,42 +134,70 @@ def _latency(latency: LatencyStats, target: float) -> Iterator[Text]:
     yield Text(str(latency.count))
 
 
-def _pool(
-    role: str, pool: Sequence[FleetWorker], rates: Mapping[str, WorkerRates], width: int, *, ascii_only: bool
-) -> RenderableType:
-    wide = width >= WIDE
-    cells = 32 if wide else 12
-    table = _table(f"{role}: {pool_title(role, pool, rates)}")
-    table.add_column("worker", overflow="fold", min_width=12)
-    table.add_column("state", no_wrap=True)
-    numbers = ["run", "wait", "busy", "tokens/s", "hits"]
-    more = ["used", "cached", "free", "pending" if role == "prefill" else "preempted"] if wide else []
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("KV", no_wrap=True, min_width=cells)
-    table.add_column("", justify="right", no_wrap=True)
-    for name in more:
-        table.add_column(name, justify="right", no_wrap=True)
-    for worker in sorted(pool, key=lambda worker: worker.worker_id):
-        word, style = state(worker)
-        rate = rates.get(worker.worker_id)
-        hits = None if rate is None else rate.hits
-        blocks = (_used(worker), worker.cached_blocks, worker.free_blocks)
-        own = worker.pending_prefill_tokens if role == "prefill" else worker.preemptions
-        table.add_row(
-            escape(worker.worker_id or worker.endpoint),
-            Text(word, style),
-            str(worker.running),
-            str(worker.waiting),
-            "-" if rate is None else f"{rate.busy:.0%}",
-            "-" if rate is None else f"{rate.tokens:.0f}",
-            "-" if hits is None else f"{hits:.0%}",
-            kv_bar(worker, cells, ascii_only=ascii_only),
-            f"{_used(worker) / max(1, worker.total_blocks):.0%}",
-            *(str(number) for number in (*blocks, own) if wide),
-            style="" if worker.connected else "dim",
-        )
-    return table
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A pool's table: names of the columns before and behind the bars, and a row of texts for each worker."""
+
+    title: str
+    workers: Sequence[FleetWorker]
+    before: Sequence[str]
+    behind: Sequence[str]
+    rows: Sequence[tuple[str, ...]]
+
+    def bar_cells(self, width: int) -> int:
+        """How long bars may be on a console of `width` columns, beside all else."""
+        columns = zip(("worker".ljust(NAME), "state", *self.before, *self.behind), *self.rows, strict=True)
+        taken = sum(max(map(len, column)) + GAP for column in columns)
+        return max(SHORTEST, min(LONGEST, width - taken - GAP))
+
+    def table(self, cells: int, *, ascii_only: bool) -> RenderableType:
+        table = _table(self.title)
+        table.add_column("worker", overflow="fold", min_width=NAME)
+        table.add_column("state", no_wrap=True)
+        for name in self.before:
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("KV", no_wrap=True, min_width=cells)
+        for name in self.behind:
+            table.add_column(name, justify="right", no_wrap=True)
+        for worker, (name, word, *told) in zip(self.workers, self.rows, strict=True):
+            before, behind = told[: len(self.before)], told[len(self.before) :]
+            bar = kv_bar(worker, cells, ascii_only=ascii_only)
+            style = "" if worker.connected else "dim"
+            table.add_row(escape(name), Text(word, state(worker)[1]), *before, bar, *behind, style=style)
+        return table
+
+
+def _pools(model: ModelStats, view: View, *, wide: bool) -> Iterator[_Pool]:
+    for role in ROLES[:2]:
+        pool = [worker for worker in view.fleet if worker.role == role and worker.model == model.model]
+        workers = sorted(pool, key=lambda worker: worker.worker_id)
+        more = ("used", "cached", "free", "pending" if role == "prefill" else "preempted") if wide else ()
+        if workers:
+            yield _Pool(
+                f"{role}: {pool_title(role, pool, view.rates)}",
+                workers,
+                ("run", "wait", "busy", "tokens/s", "hits"),
+                ("", *more),
+                [_row(worker, view.rates.get(worker.worker_id), wide) for worker in workers],
+            )
+
+
+def _row(worker: FleetWorker, rate: WorkerRates | None, wide: bool) -> tuple[str, ...]:
+    """A worker's cells, but for the bar."""
+    hits = None if rate is None else rate.hits
+    blocks = (_used(worker), worker.cached_blocks, worker.free_blocks)
+    own = worker.pending_prefill_tokens if worker.role == "prefill" else worker.preemptions
+    return (
+        worker.worker_id or worker.endpoint,
+        state(worker)[0],
+        str(worker.running),
+        str(worker.waiting),
+        "-" if rate is None else f"{rate.busy:.0%}",
+        "-" if rate is None else f"{rate.tokens:.0f}",
+        "-" if hits is None else f"{hits:.0%}",
+        f"{_used(worker) / max(1, worker.total_blocks):.0%}",
+        *(str(number) for number in (*blocks, own) if wide),
+    )
 
 
 def _used(worker: FleetWorker) -> int:
@@ -219,7 +256,7 @@ def _link_table(rows: Sequence[tuple[str, ...]]) -> RenderableType:
 
 
 def _table(title: str) -> Table:
-    return Table(title=Text(title, "bold"), title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    return Table(title=Text(title, "bold"), title_justify="left", box=None, padding=(0, GAP, 0, 0), header_style="dim")
 
 
 def _of_a_model(worker: FleetWorker, stats: Stats) -> bool:

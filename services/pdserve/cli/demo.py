@@ -139,6 +139,7 @@ def answer_rows(answers: Sequence[Answer]) -> list[tuple[str, list[str]]]:
         ("  queue", [ms(stage.queue_ms) for stage in stages]),
         ("  reserve", [ms(stage.reserve_ms) for stage in stages]),
         ("  prefill", [ms(stage.prefill_ms) for stage in stages]),
+        ("  outside the router", [ms(outside(answer)) for answer in answers]),
         ("first gap", [ms(first_gap(stage)) for stage in stages]),
         ("  transfer, not hidden", [ms(stage.transfer_exposed_ms) for stage in stages]),
         ("  decode wait", [ms(stage.decode_wait_ms) for stage in stages]),
@@ -152,6 +153,12 @@ def answer_rows(answers: Sequence[Answer]) -> list[tuple[str, list[str]]]:
         ("prefill worker", [usage.prefill_worker or "-" for usage in usages]),
         ("decode worker", [usage.decode_worker or "-" for usage in usages]),
     ]
+
+
+def outside(answer: Answer) -> float:
+    """What the client saw of the time to first token and the router did not, in milliseconds: the way, twice."""
+    stages = answer.finish.usage.stages
+    return max(0.0, answer.ttft_ms - stages.queue_ms - stages.reserve_ms - stages.prefill_ms)
 
 
 def first_gap(stages: Stages) -> float:

@@ -34,7 +34,7 @@ def serve(context: typer.Context) -> None:
     from pdserve.cli.serve_settings import ServeSettings
     from pdserve.rpc.settings_sources import variable
 
-    settings = ServeSettings.load(context.args, program="pdserve serve")
+    settings = ServeSettings.load(with_model_named(context.args), program="pdserve serve")
     log_dir = settings.log_dir
     if log_dir is None and sys.stderr.isatty():
         log_dir = Path(tempfile.mkdtemp(prefix="pdserve-logs-"))
@@ -51,6 +51,13 @@ def serve(context: typer.Context) -> None:
         if end.exit_code == 0:
             typer.echo("stopped", err=True)
         raise
+
+
+def with_model_named(arguments: Sequence[str]) -> list[str]:
+    """`pdserve serve MODEL ...` means `--model MODEL`, as elsewhere."""
+    if arguments and not arguments[0].startswith("-"):
+        return ["--model", *arguments]
+    return list(arguments)
 
 
 async def _plan(settings: ServeSettings) -> SuitePlan:
@@ -114,7 +121,8 @@ async def _serve(plan: SuitePlan, log_dir: Path | None, secret: Path | None) -> 
         typer.echo(f"try: pdserve generate 'Hello' --chat --target {suite.endpoint}", err=True)
         scheme = "https" if plan.tls else "http"
         for gateway in suite.gateways:
-            typer.echo(f"OpenAI API at {scheme}://{gateway.endpoint}/v1", err=True)
+            url = f"{scheme}://{gateway.endpoint}"
+            typer.echo(f"OpenAI API at {url}/v1, web page at {url}", err=True)
         typer.echo(f"for pdserve probe: --internal-secret-file {suite.internal_secret_file}", err=True)
         for name, url in suite.metrics.items():
             typer.echo(f"metrics of {name} at {url}", err=True)

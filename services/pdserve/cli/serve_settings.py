@@ -14,7 +14,8 @@ from pdserve.rpc.settings import OtlpEndpoint, Settings, tls_contradictions
 
 
 class ServeSettings(Settings):
-    """Run a suite on this machine until Ctrl-C. If any part of it dies, all of it stops and the command fails.
+    """Run a suite on this machine until Ctrl-C. A first word that is no option is the model. If any part of the suite
+    dies, all of it stops and the command fails.
 
     Settings come from the options below, then from PDSERVE_ variables, then from the file that --config names.
     """
@@ -66,6 +67,7 @@ class ServeSettings(Settings):
         None, description="how KV travels: auto, as it is; int8 or fp8, in one byte a number"
     )
     tensor_parallel_size: PositiveInt | None = Field(None, description="GPUs per worker; only 1 is supported")
+    enable_prefix_caching: bool = Field(True, description="reuse KV of equal prompt beginnings")
     otlp_endpoint: OtlpEndpoint | None = Field(None, description="OTLP gRPC endpoint for traces and metrics")
     log_level: Literal["debug", "info", "warning", "error"] | None = Field(None, description="least level logged")
     api_keys_file: Path | None = Field(
@@ -107,6 +109,8 @@ class ServeSettings(Settings):
             yield str(error)
         if self.kv_cache_memory and self.gpu_memory_utilization:
             yield "kv-cache-memory and gpu-memory-utilization both say how much memory KV takes; leave one out"
+        if self.prefix_cache and not self.enable_prefix_caching:
+            yield f"prefix-cache {self.prefix_cache} is never asked with no-enable-prefix-caching"
         if self.prefix_cache_capacity and not self.prefix_cache:
             yield "prefix-cache-capacity is said, and prefix-cache is 0: there is none to have it"
         yield from tls_contradictions(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)

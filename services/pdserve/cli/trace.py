@@ -66,7 +66,7 @@ async def _list(asking: AbstractAsyncContextManager[Client], target: str, limit:
             typer.echo(json.dumps(dataclasses.asdict(request)))
         return
     rows = request_rows(found, time.time_ns())
-    show_table(f"latest requests of {target}", REQUESTS, rows, numbers=range(4, len(REQUESTS)))
+    show_table(f"latest requests of {target}", REQUESTS, rows, numbers=range(4, len(REQUESTS)), whole=(0,))
     if found:
         typer.echo(f"try: pdserve trace {found[0].request_id} --target {target}", err=True)
 

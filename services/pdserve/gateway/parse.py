@@ -20,6 +20,9 @@ Parsed = TypeVar("Parsed", bound=Body)
 # Characters of a name that are looked at, told and logged. A client may send one as long as its body.
 _NAME = 100
 
+# What other APIs, or another route here, call a field; by its letters it would be taken for something else.
+_ELSEWHERE = {"max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "stop_sequences": "stop"}
+
 _NOT_YET: dict[type[BaseModel], not_yet.Neutral] = {
     ChatBody: not_yet.CHAT,
     CompletionBody: not_yet.COMPLETION,
@@ -84,11 +87,17 @@ def _check_extra(path: str, model: BaseModel) -> None:
     for name, value in (model.model_extra or {}).items():
         if name not in neutral:
             name = name[:_NAME]
-            near = get_close_matches(name, [*kind.model_fields, *neutral], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = _nearest(name, [*kind.model_fields, *neutral])
+            hint = f"; did you mean {near!r}?" if near else ""
             raise invalid(f"{path}{name}", f"there is no such field{hint}", "unknown_parameter")
         if not not_yet.is_neutral(value, neutral[name]):
             raise invalid(f"{path}{name}", _not_served(neutral[name]), "unsupported_parameter")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """The field that is meant, if one is."""
+    meant = _ELSEWHERE.get(name, "")
+    return meant if meant in known else next(iter(get_close_matches(name, known, n=1)), "")
 
 
 def _not_served(neutral: tuple[Any, ...]) -> str:

@@ -22,7 +22,7 @@ from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort
 from pdserve.rpc.server import Service
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
-from pdserve.telemetry.tracing import Attributes, fail_span, record_span, start_span, traceparent_of
+from pdserve.telemetry.tracing import Attributes, fail_span, record_span, start_span, traceparent_of, wall_ns
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, sequence_pb2
 from pdserve.worker.front import WorkerFront
 from pdserve.worker.messages import CancelTicket, KvCommitted, StartPrefill, StepDone, TicketMessage
@@ -305,8 +305,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             names.KV_TRANSFER_EXPOSED_SECONDS: done.exposed,
             names.KV_LINK_PATH: self._front.links.path_of(peer),
         }
-        now = time.time_ns()
-        record_span(names.SPAN_TRANSFER, now - round(1e9 * done.seconds), now, call.spec.traceparent, attributes)
+        ended = wall_ns(done.at)
+        record_span(names.SPAN_TRANSFER, ended - round(1e9 * done.seconds), ended, call.spec.traceparent, attributes)
 
 
 def make_service(front: WorkerFront) -> tuple[PrefillServicer, Service]:

@@ -100,6 +100,10 @@ class Lane:
     async def write(self, response: pb.GenerateResponse) -> None:
         await self._outbox.put(pb.MultiplexItem(number=self._number, response=response))
 
+    async def written(self) -> bool:
+        """No: a cancel is sent by who has not seen the finish."""
+        return False
+
     async def abort_with_status(self, status: grpc.Status) -> NoReturn:
         raise _Refused(cast("bytes", dict(status.trailing_metadata or ())[DETAILS_KEY]))
 

@@ -82,6 +82,8 @@ class Record:
 
     def cancelled(self) -> None:
         """Its client left."""
+        if self._measure is None:
+            return
         self._span.set_attribute(names.ERROR_TYPE, "cancelled")
         self._end(inference_pb2.REQUEST_STATE_CANCELLED)
 

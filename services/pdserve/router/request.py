@@ -68,6 +68,7 @@ class RequestRun:
         wishes: Wishes,
     ) -> None:
         self.answer = Answer(resolved)
+        self.finish: inference_pb2.Finish | None = None  # once it is being sent
         self.measure = measure
         self.timeline, self.usage = measure.timeline, measure.usage
         self.usage.prompt_tokens = resolved.spec.prompt_len
@@ -108,7 +109,7 @@ class RequestRun:
                 self._account,
                 whole=self.answer.ending is not None and not self._resolved.resumed,
             )
-        finish = self._finish()
+        finish = self.finish = self._finish()
         await self._tell(inference_pb2.GenerateResponse(finish=finish))
         return finish
 

@@ -186,21 +186,16 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         traceparent=traceparent,
                         wishes=wishes,
                     )
-                    finish = await run.run()
+                    try:
+                        finish = await run.run()
+                    except asyncio.CancelledError:
+                        # Many clients leave with the finish, and don't wait for the stream's own end.
+                        if run.finish is not None and await context.written():
+                            _answered(run.finish, measure, record)
+                        raise
             except TimeoutError:
                 raise DeadlineExceeded(f"the request took longer than {seconds:.3g} s") from None
-            measure.answered(finish)
-            record.done(finish)
-            log.info(
-                "request_done",
-                reason=inference_pb2.FinishReason.Name(finish.reason),
-                prompt_tokens=finish.usage.prompt_tokens,
-                completion_tokens=finish.usage.completion_tokens,
-                cached_tokens=finish.usage.cached_tokens,
-                replays=finish.usage.replays,
-                prefill_worker=finish.usage.prefill_worker,
-                decode_worker=finish.usage.decode_worker,
-            )
+            _answered(finish, measure, record)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -325,3 +320,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Whether a worker is of a model that the caller may use, or of no served one, as a prefix cache is."""
         model = self._models.announced_as(worker.snapshot.model) if worker.snapshot else None
         return model is None or caller.may_use(model.name)
+
+
+def _answered(finish: inference_pb2.Finish, measure: Measure, record: Record) -> None:
+    """The client has the whole answer."""
+    measure.answered(finish)
+    record.done(finish)
+    usage = finish.usage
+    log.info(
+        "request_done",
+        reason=inference_pb2.FinishReason.Name(finish.reason),
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        replays=usage.replays,
+        prefill_worker=usage.prefill_worker,
+        decode_worker=usage.decode_worker,
+    )

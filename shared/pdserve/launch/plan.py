@@ -23,7 +23,8 @@ GPU_MEMORY_UTILIZATION = 0.9
 DRAIN_SECONDS = 8.0  # for running answers once a suite is told to stop; below the grace before it is killed
 _PASSED_ON = (
     *("dtype", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "lookahead_tokens"),
-    *("attention_backend", "kv_transport", "kv_transfer_dtype", "tensor_parallel_size", "otlp_endpoint", "log_level"),
+    *("attention_backend", "kv_transport", "kv_transfer_dtype", "tensor_parallel_size", "enable_prefix_caching"),
+    *("otlp_endpoint", "log_level"),
 )
 
 
@@ -83,6 +84,7 @@ class WorkerOptions:
     kv_transport: str | None = None
     kv_transfer_dtype: str | None = None
     tensor_parallel_size: int | None = None
+    enable_prefix_caching: bool | None = None
     otlp_endpoint: str | None = None
     log_level: str | None = None
 

@@ -1,7 +1,8 @@
 """`python -m pdserve.rpc.healthcheck TARGET [--service NAME]`: is a service ready? For containers and scripts.
 
 TARGET is host:port of a gRPC service, asked by `grpc.health.v1`, or a URL of http or https, which has to answer 200.
-Asks once. With TLS the certificate has to be for the host that TARGET names.
+Asks once, or with --wait again and again until it is. With TLS the certificate has to be for the host that TARGET
+names.
 The exit status is 0 where it is ready; else 1, with the reason on stdout, where Docker keeps it.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 from pdserve.core.errors import PdserveError
 
 TIMEOUT = 5.0  # seconds
+AGAIN = 0.2  # seconds between two questions
 
 # A probe runs every few seconds, so each kind loads only what it needs itself.
 
@@ -73,12 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("target", help="host:port of a gRPC service, or an http:// or https:// URL")
     parser.add_argument("--service", default="", help="full name of the gRPC service; default: does the process live?")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds to wait for the answer")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds to ask again where it is not ready")
     for name, what in (("ca", "authorities to trust"), ("cert", "own certificate"), ("key", "its key")):
         variable = f"PDSERVE_TLS_{name.upper()}_FILE"
         parser.add_argument(f"--tls-{name}-file", default=os.environ.get(variable), help=f"{what}; default: {variable}")
     options = parser.parse_args(argv)
+    until = time.monotonic() + options.wait
     try:
-        problem = _problem(parser, options)
+        while (problem := _problem(parser, options)) is not None and time.monotonic() < until:
+            time.sleep(AGAIN)
     except PdserveError as error:
         problem = str(error)
     if problem is None:

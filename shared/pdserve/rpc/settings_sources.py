@@ -42,13 +42,19 @@ FLAG_ONLY = frozenset({"check_config", "launcher_fd"})
 # What vLLM's users may look for, and why it is not here.
 NOT_HERE = {
     "api_key": "keys stand in the file that the router's api-keys-file names",
+    "chat_template": "the model's own is taken, from its folder",
+    "data_parallel_size": "more workers are started instead, and the router spreads requests over them",
+    "disable_log_requests": "prompts and answers are never logged",
+    "enable_auto_tool_choice": "tools are not served yet",
     "enable_chunked_prefill": "prompts are always computed in chunks of max-num-batched-tokens",
     "enforce_eager": "nothing is captured or compiled, so eager is all there is",
     "kv_cache_dtype": "KV is kept in the model's dtype; kv-transfer-dtype says how it travels",
+    "kv_transfer_config": "the router pairs workers by itself; kv-transport says over what KV travels",
     "pipeline_parallel_size": "a worker is one process on one device",
     "quantization": "weights are served as they are",
     "seed": "a request brings its own",
     "swap_space": "KV is not swapped; what is preempted is computed again",
+    "tool_call_parser": "tools are not served yet",
     "tokenizer": "the model's own is taken, from its folder",
     "trust_remote_code": "code from a model's folder is never run",
 }

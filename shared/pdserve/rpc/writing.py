@@ -44,6 +44,15 @@ class PatientContext:
         self._writing = asyncio.ensure_future(self._context.write(message))
         await asyncio.shield(self._writing)
 
+    async def written(self) -> bool:
+        """Whether the latest write came through, for who was cancelled in its midst. A client that has its last message
+        may leave before the end of its write is heard of here; one that leaves earlier ends the write. Waits for that
+        up to GRACE seconds."""
+        if self._writing is None:
+            return False
+        await asyncio.wait({self._writing}, timeout=GRACE)
+        return self._writing.done() and not self._writing.cancelled() and self._writing.exception() is None
+
     async def abort_with_status(self, status: grpc.Status) -> NoReturn:
         if self._writing is not None:
             await asyncio.gather(self._writing, return_exceptions=True)

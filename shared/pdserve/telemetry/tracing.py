@@ -9,6 +9,7 @@ traceparent passes through unchanged.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -224,6 +225,12 @@ def record_span(
     Returns the traceparent for spans below it. The caller must not change `attributes` afterwards.
     """
     return _tracer.record(name, start_ns, max(start_ns, end_ns), _parent(parent_traceparent), attributes, error)
+
+
+def wall_ns(at: float) -> int:
+    """The wall-clock nanoseconds of something that was at `at` on the monotonic clock, which all processes of a machine
+    share."""
+    return time.time_ns() - round(1e9 * (time.monotonic() - at))
 
 
 def fail_span(span: Span, kind: str, message: str = "") -> None:

@@ -98,6 +98,7 @@ class SendCommitted(msgspec.Struct, frozen=True):
     kv_bytes: int
     seconds: float = 0.0  # from the first announcement until the peer had everything
     exposed: float = 0.0  # of those, after everything was computed
+    at: float = 0.0  # when it had, on the monotonic clock: an engine in the midst of a step hears of it later
 
 
 class SendFailed(msgspec.Struct, frozen=True):

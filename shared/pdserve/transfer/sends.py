@@ -149,7 +149,7 @@ class Sends:
             counters.transfers += 1
             counters.transfer_seconds += seconds
             counters.exposed_seconds += exposed
-        self._end(out, SendCommitted(ticket, out.kv_bytes, seconds, exposed))
+        self._end(out, SendCommitted(ticket, out.kv_bytes, seconds, exposed, now))
 
     def on_closed(self, peer: str, closed: TicketClosed) -> None:
         """The peer wants no more of a ticket, which may still be to come."""

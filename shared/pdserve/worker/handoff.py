@@ -234,8 +234,8 @@ class Handoff:
             case ReceiveFailed(ticket, attempt, reason, landed):
                 if self._tickets[ticket].attempt_failed(attempt, landed) and ticket not in self._rearming:
                     self._send(AttemptFailed(ticket, attempt, reason))
-            case SendCommitted(ticket, kv_bytes, seconds, exposed):
-                self._send(KvCommitted(ticket, kv_bytes, seconds, exposed))
+            case SendCommitted(ticket, kv_bytes, seconds, exposed, at):
+                self._send(KvCommitted(ticket, kv_bytes, seconds, exposed, at))
                 self._engine.finish(ticket, EndReason.LENGTH, "handed off")
             case SendFailed(ticket, reason) if self._pulls.active(ticket):
                 self._wait_for_link(ticket, EndReason.TRANSFER_FAILED, reason)

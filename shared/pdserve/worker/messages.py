@@ -228,12 +228,13 @@ class TicketReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class KvCommitted(msgspec.Struct, frozen=True, tag=True):
-    """Prefill side: the decode worker took over."""
+    """Prefill side: the decode worker took over. Times as in transfer's SendCommitted."""
 
     ticket: str
     kv_bytes: int
     seconds: float = 0.0
     exposed: float = 0.0
+    at: float = 0.0
 
 
 class Detached(msgspec.Struct, frozen=True, tag=True):

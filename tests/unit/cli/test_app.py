@@ -67,8 +67,10 @@ def test_wrong_usage_is_code_2_and_names_the_culprit(arguments: list[str], words
     assert words in result.output
 
 
-def test_a_model_that_does_not_exist_is_one_line_and_code_1() -> None:
-    result = runner.invoke(app, ["serve", "--model", "./nowhere", "--port", "0", "--http-port", "0"])
+@pytest.mark.parametrize("model", [["./nowhere"], ["--model", "./nowhere"]], ids=len)
+def test_a_model_that_does_not_exist_is_one_line_and_code_1(model: list[str]) -> None:
+    """`pdserve serve MODEL` is how vLLM's users say it."""
+    result = runner.invoke(app, ["serve", *model, "--port", "0", "--http-port", "0"])
     assert result.exit_code == 1
     assert "nowhere" in result.output and "Traceback" not in result.output
 
@@ -86,8 +88,7 @@ def test_no_router_is_a_plain_line_and_code_1() -> None:
 def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """PDSERVE_MODEL stands for --model, PDSERVE_DEVICE for --device."""
     monkeypatch.setenv("PDSERVE_MODEL", "./nowhere-else")
-    assert "nowhere-else" in runner.invoke(app, ["serve"]).output
-    monkeypatch.setenv("PDSERVE_MODEL", "./nowhere-else")
+    assert "nowhere-else" in runner.invoke(app, ["serve", "--port", "0", "--http-port", "0"]).output
     monkeypatch.setenv("PDSERVE_PORT", "not a number")
     assert runner.invoke(app, ["serve"]).exit_code == 2
 
@@ -96,6 +97,12 @@ def test_settings_of_serve_come_from_a_file_too(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text("model: [a=x, b=y]\nprefill: [1, 2]\ndecode: 1\nkv-cache-memory: 1GiB\n")
     settings = ServeSettings.load(["--config", str(tmp_path / "suite.yaml"), "--decode", "3"])
     assert settings.counts == [(1, 3, 0), (2, 3, 0)] and settings.kv_cache_memory == 1 << 30
+
+
+def test_a_cache_that_nobody_would_ask_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ServeSettings.load(["--model", "m", "--prefix-cache", "1", "--no-enable-prefix-caching"])
+    assert "prefix-cache 1 is never asked with no-enable-prefix-caching" in capsys.readouterr().err
 
 
 def test_serve_has_every_option_of_workers() -> None:

@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pdserve.cli.dashboard import dashboard, kv_bar, pool_title, state
+from pdserve.cli.dashboard import WIDE, dashboard, kv_bar, pool_title, state
 from pdserve.cli.view import View, WorkerRates, waiting, worker_rates
 from pdserve.client import FleetLink, FleetWorker, LatencyStats, ModelStats, Stats
 
@@ -138,7 +138,7 @@ def test_states_are_told_apart() -> None:
     assert state(dataclasses.replace(PREFILL, connected=False, worker_id=""))[0] == "unreachable"
 
 
-@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("width", [80, 110, 120, 130, 160])
 def test_a_view_fits_and_has_all_there_is(width: int) -> None:
     unknown = dataclasses.replace(CACHE, role="", worker_id="", endpoint="10.0.0.9:7009", connected=False)
     first = View.after(None, "127.0.0.1:50051", 100.0, (PREFILL, DECODE, CACHE, unknown), STATS)
@@ -150,11 +150,23 @@ def test_a_view_fits_and_has_all_there_is(width: int) -> None:
         *("cache-0", "prefix-cache", "10.0.0.9:7009", "unreachable"),
     ):
         assert word in text, text
-    assert ("preempted" in text) == (width == 160)
+    [decode] = [line for line in text.splitlines() if line.startswith("decode-0")]
+    if width >= WIDE:
+        assert "preempted" in text and decode.split()[-4:] == ["250", "250", "500", "7"], "no column is cut off"
+        prefill, _ = [line for line in text.splitlines() if line.startswith("prefill-0 ")]
+        assert prefill.count(".") == decode.count(".") > 0, "bars of one length"
+    else:
+        assert "preempted" not in text and decode.split()[-1] == "25%"
     [queue] = [line for line in text.splitlines() if line.startswith("queue")]
     assert queue.split()[1:] == ["-"] * 5 + ["0"], "nothing measured is no zero"
     [first] = [line for line in text.splitlines() if line.startswith("first token")]
     assert first.split()[2:] == ["80.0", "120.0", "310.2", "400.0", "500", "90.0", "10"]
+
+
+def test_a_rate_below_one_in_ten_seconds_is_shown() -> None:
+    quiet = dataclasses.replace(MODEL, requests_per_second=1 / 60, goodput=1 / 60)
+    view = View.after(None, "h:1", 1.0, (PREFILL,), dataclasses.replace(STATS, models=(quiet,)))
+    assert "0.02 requests/s, goodput 0.02" in rendered(view, 120)
 
 
 def test_a_router_that_does_not_answer_leaves_its_last_view() -> None:

@@ -17,6 +17,7 @@ from pdserve.cli.probe_links import PairReport, pairs_of
 from pdserve.cli.probe_speed import COLUMNS, SpeedReport
 from pdserve.cli.probe_speed import row as speed_row
 from pdserve.cli.status import LINKS, WORKERS, degraded, link_rows, row
+from pdserve.cli.trace import REQUESTS
 from pdserve.client import Finish, FinishReason, FleetLink, FleetWorker, Output, Stages, Token, Usage
 from pdserve.policy.estimate import Speed
 
@@ -31,9 +32,21 @@ def test_percentiles_are_nearest_ranks() -> None:
     assert percentile([], 0.5) is None
 
 
+def test_what_people_copy_is_never_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal that is too narrow for all, others fold."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which is how rich is told that it writes to a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    name = f"req-{'a' * 24}"
+    row = (name, "a model with a long name", "length", "prefill-0, decode-0", "3 s", "545", "35", "300 / 60")
+    show_table("latest requests", REQUESTS, [row], numbers=range(4, len(REQUESTS)), whole=(0,))
+    assert name in capsys.readouterr().out
+
+
 def test_the_demo_table_says_where_the_time_went() -> None:
-    rows = dict(answer_rows([Answer("Paris.", 98.3, (49.0, 51.0), FINISH), Answer("x", 5.0, (), FINISH)]))
-    assert rows["time to first token"] == ["98.3 ms", "5.0 ms"]
+    rows = dict(answer_rows([Answer("Paris.", 101.3, (49.0, 51.0), FINISH), Answer("x", 5.0, (), FINISH)]))
+    assert rows["time to first token"] == ["101.3 ms", "5.0 ms"]
+    parts = [float(rows[f"  {part}"][0].split()[0]) for part in ("queue", "reserve", "prefill", "outside the router")]
+    assert sum(parts) == pytest.approx(101.3)
     assert rows["  transfer, not hidden"][0] == "7.0 ms"
     assert rows["between tokens, p99"] == ["51.0 ms", "-"]
     assert rows["tokens in / out"][0] == "277 / 5"

@@ -152,6 +152,7 @@ def test_what_a_completion_cannot_have_yet_is_refused_by_name(field: str, value:
     ("body", "param", "words"),
     [
         ({"messages": MESSAGES, "max_token": 1}, "max_token", "did you mean 'max_tokens'?"),
+        ({"messages": MESSAGES, "stop_sequences": ["x"]}, "stop_sequences", "did you mean 'stop'?"),
         ({"messages": MESSAGES, "zzz": 1}, "zzz", "no such field"),
         ({"messages": [{**MESSAGES[0], "nme": "x"}]}, "messages[0].nme", "did you mean 'name'?"),
         ({"messages": MESSAGES, "stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "no such"),
@@ -161,6 +162,12 @@ def test_unknown_fields_are_refused_with_the_nearest_known_one(body: Any, param:
     error = refusal(ChatBody, body)
     assert (error.param, error.code) == (param, "unknown_parameter")
     assert words in error.message
+
+
+def test_a_chats_limit_is_not_taken_for_another_field() -> None:
+    """By its letters max_completion_tokens is as near to min_tokens."""
+    error = refusal(CompletionBody, {"prompt": "a", "max_completion_tokens": 1})
+    assert error.message.endswith("did you mean 'max_tokens'?")
 
 
 @pytest.mark.parametrize(

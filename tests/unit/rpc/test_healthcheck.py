@@ -59,6 +59,19 @@ def closed_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
+async def test_it_waits_for_what_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    """The probe begins before anybody listens, and ends with the first answer."""
+    with closed_port() as port:
+        waiting = asyncio.create_task(asyncio.to_thread(main, [f"http://127.0.0.1:{port}/", "--wait", "0.5"]))
+        assert await waiting == 1 and "refused" in capsys.readouterr().out
+    async with GrpcServer(ServiceSettings(), services()) as server:
+        arguments = [server.endpoint, "--service", NAME, "--wait", "60"]
+        waiting = asyncio.create_task(asyncio.to_thread(main, arguments))
+        assert await asyncio.to_thread(main, [server.endpoint, "--service", NAME]) == 1
+        await server.set_health(True)
+        assert await waiting == 0 and capsys.readouterr().out.count("NOT_SERVING") == 1
+
+
 async def test_a_grpc_service_is_live_first_and_ready_later(capsys: pytest.CaptureFixture[str]) -> None:
     async with GrpcServer(ServiceSettings(), services()) as server:
 

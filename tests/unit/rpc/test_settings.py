@@ -102,6 +102,10 @@ def test_one_value_cannot_be_said_twice(capsys: pytest.CaptureFixture[str]) -> N
 def test_what_vllm_has_and_this_has_not_is_said_why(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = refused(capsys, "--name", "x", "--enforce-eager")
     assert line == "--enforce-eager: no such setting: nothing is captured or compiled, so eager is all there is"
+    (line,) = refused(capsys, "--name", "x", "--kv-transfer-config", "{}")
+    assert line.startswith("--kv-transfer-config: no such setting: the router pairs workers by itself"), (
+        "no other is meant"
+    )
 
 
 def test_unknown_keys_name_their_line_and_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

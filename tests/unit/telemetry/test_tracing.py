@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from pdserve.telemetry import tracing
@@ -52,3 +54,11 @@ def test_one_of_any_length_that_can_be_is_passed_on() -> None:
     assert tracing.MAX_TRACEPARENT == 256
     assert tracing.bounded_traceparent(longest) == longest
     assert tracing.bounded_traceparent(f"{longest}x") == ""
+
+
+def test_what_is_heard_of_late_is_shown_where_it_was() -> None:
+    """An engine tells of a transfer's end after the step it is in: the span ends with the transfer."""
+    at = time.monotonic() - 5.0
+    before = time.time_ns()
+    told = tracing.wall_ns(at)
+    assert before - 65_000_000_000 < told <= time.time_ns() - 5_000_000_000

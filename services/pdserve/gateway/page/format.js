@@ -29,10 +29,11 @@ export function bytesRate(rate) {
   return known(rate) ? `${scaled(rate, ["B", "kB", "MB", "GB", "TB"], 0)}/s` : UNKNOWN;
 }
 
-/** A rate or a mean: 0, 0.4, 14.2, 1,204. */
+/** A rate or a mean: 0, 0.02, 0.4, 14.2, 1,204. */
 export function rate(value) {
   if (!known(value)) return UNKNOWN;
   if (value === 0) return "0";
+  if (value < 0.095) return value.toFixed(2);
   return value < 100 ? value.toFixed(1) : count(Math.round(value));
 }
 
