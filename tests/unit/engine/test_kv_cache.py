@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -46,3 +49,18 @@ def test_append_stores_one_layer():
     kv.append(2, torch.tensor([9, 4]), keys, values)
     k, v = kv.layer(2)
     assert torch.equal(k[[9, 4]], keys) and torch.equal(v[[9, 4]], values)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say what a process takes")
+def test_growing_into_new_memory_takes_little_of_it_at_once() -> None:
+    """A token in each of 64 layers' K and V touches 128 places: half a megabyte of small pages, 256 of huge ones."""
+    layout = KVLayout(16, 64, 1, 64, "float32", bytes(16))
+    kv = KVCache(layout, 4096, "cpu")
+    before = resident_bytes()
+    kv.data[:, :, 0] = 1.0
+    assert kv.data[:, :, 1].count_nonzero() == 0
+    assert resident_bytes() - before < 16 << 20
