@@ -1,10 +1,10 @@
-"""PrefillService: one call is one prompt, from admission to the decode worker's commit."""
+"""PrefillService: routers' sessions, and in them attempts: a prompt each, from admission to the decode's commit."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.engine.outputs import ChunkDone, Ended, PromptDone, TokenOut
 from pdserve.rpc.convert import end_reason_to_proto, spec_from_proto, token_to_proto
 from pdserve.rpc.endpoint import check_endpoint
-from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort
+from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort, to_status
 from pdserve.rpc.server import Service
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
@@ -26,10 +26,15 @@ from pdserve.telemetry.tracing import Attributes, fail_span, record_span, start_
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, sequence_pb2
 from pdserve.worker.front import WorkerFront
 from pdserve.worker.messages import CancelTicket, KvCommitted, StartPrefill, StepDone, TicketMessage
+from pdserve.worker.router_session import RouterSession, greeted
 
 log = structlog.get_logger(__name__)
 
 OLDER_PATIENCE = 5.0  # seconds until the engine has let go of a ticket's older attempt
+LAST_WORDS = 5.0  # seconds, for a router that lags behind
+# Attempts at a time in one session: as many as a connection may have calls. They hold a prompt each.
+MAX_ATTEMPTS = 4096
+_RETRY_AFTER = 1.0  # seconds that one more is told to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class _First:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A ticket from StartPrefill until the engine's Ended, which may come after its gRPC call is over."""
+    """A ticket from StartPrefill until the engine's Ended, which may come after its router has heard the last of it."""
 
     ticket: str
     attempt: int
@@ -56,25 +61,88 @@ class _Call:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(eq=False, slots=True)
+class _Session(RouterSession):
+    """A router's, with what runs of its attempts, by ticket and number."""
+
+    attempts: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
+
+
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """pdserve.v1.PrefillService over a WorkerFront."""
 
     def __init__(self, front: WorkerFront) -> None:
         self._front = front
         self._calls: dict[str, _Call] = {}
+        self._sessions: set[_Session] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+    async def PrefillSession(  # type: ignore[override]  # a coroutine that reads and writes by itself
+        self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        session = _Session()
+        try:
+            self._front.require_open()
+            welcome = await greeted(session, context, prefill_pb2.PrefillSessionRequest, self._front)
+            session.put(prefill_pb2.PrefillSessionResponse(welcome=welcome))
+            self._sessions.add(session)
+            await session.live(context, self._read(session, context))
+        except PdserveError as error:
+            # A session that ends because this worker stops is in order.
+            tell = log.info if self._front.board.draining else log.warning
+            tell("session_failed", router_id=session.router_id, reason=str(error))
+            await abort(context, error)
+        finally:
+            await self._end_session(session)
+
+    async def _read(self, session: _Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while isinstance(request := await context.read(), prefill_pb2.PrefillSessionRequest):
+            match request.WhichOneof("command"):
+                case "prefill":
+                    self._begin(session, request.prefill)
+                case "cancel":
+                    task = session.attempts.get((request.cancel.ticket, request.cancel.attempt))
+                    if task is not None:
+                        task.cancel()
+                case "hello":
+                    raise InvalidRequest("hello", "a second hello in one session")
+                case _:
+                    raise InvalidRequest("command", "unknown to this version")
+
+    def _begin(self, session: _Session, request: prefill_pb2.PrefillRequest) -> None:
+        key = request.ticket, request.attempt
+        if key in session.attempts:
+            _tell_failed(session, request, RpcError(grpc.StatusCode.ABORTED, "this attempt is here already"))
+            return
+        if len(session.attempts) >= MAX_ATTEMPTS:
+            _tell_failed(session, request, NoCapacity(f"this session has {MAX_ATTEMPTS} prompts already", _RETRY_AFTER))
+            return
+        task = asyncio.create_task(self._attempt(session, request), name=f"prefill {request.ticket[:8]}")
+        session.attempts[key] = task
+        # Not at the end of the task's own code: one that is cancelled in the tick of its beginning never runs any.
+        task.add_done_callback(lambda _: session.attempts.pop(key, None))
+
+    async def _end_session(self, session: _Session) -> None:
+        session.close()
+        self._sessions.discard(session)
+        if tasks := list(session.attempts.values()):
+            log.info("session_ended", router_id=session.router_id, cancelled=len(tasks))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _attempt(self, session: _Session, request: prefill_pb2.PrefillRequest) -> None:
+        """One attempt, to its end, which its router is told."""
         try:
             await self._end_older(request.ticket, request.attempt)
             call = self._admit(request)
         except PdserveError as error:
-            await abort(context, error)
+            _tell_failed(session, request, error)
+            return
         committed = False
         link: asyncio.Task[None] | None = None
+        deadline = self._deadline(call)
         try:
             with log_request(call.spec.request_id):
                 if call.peer is not None:
@@ -82,31 +150,40 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                         self._link(call, request.decode_endpoint), name=f"link for {call.ticket}"
                     )
                 await self._start(call, request.attempt, request.decode_tokens_held)
-                # Tells the router that from now on this prompt is in the load that Watch tells.
-                await context.send_initial_metadata(())
+                # From now on this prompt is in the load that Watch tells.
+                accepted = prefill_pb2.PrefillAccepted(ticket=call.ticket, attempt=call.attempt)
+                session.put(prefill_pb2.PrefillSessionResponse(accepted=accepted))
                 first = await self._first(call)
                 committed = first.end is not None
-                yield self._first_response(call, first)
+                session.put(self._first_response(call, first))
                 if not committed and call.peer is not None:
                     done = await self._committed(call)
                     committed = True
-                    yield prefill_pb2.PrefillResponse(
-                        committed=prefill_pb2.PrefillCommitted(
-                            kv_bytes=done.kv_bytes, transfer_seconds=done.seconds, exposed_seconds=done.exposed
-                        )
-                    )
+                    session.put(_committed_response(call, done))
         except PdserveError as error:
             self._trace_failure(call, error)
             log.info("prefill_failed", ticket=call.ticket, request_id=call.spec.request_id, reason=str(error))
-            await abort(context, error)
+            _tell_failed(session, request, error)
         except asyncio.CancelledError:
             fail_span(call.span, "cancelled")
             raise
+        except Exception as error:  # a bug must not leave its router waiting
+            log.exception("prefill_broken", ticket=call.ticket, request_id=call.spec.request_id)
+            _tell_failed(session, request, RpcError(grpc.StatusCode.INTERNAL, f"internal error: {error!r}"))
         finally:
+            if deadline is not None:
+                deadline.cancel()
             if link is not None:
                 link.cancel()
                 await asyncio.gather(link, return_exceptions=True)
             self._release(call, committed)
+
+    def _deadline(self, call: _Call) -> asyncio.TimerHandle | None:
+        """The engine keeps the time of what it has; this is for what waits before it, and behind it for the commit."""
+        if call.spec.time_remaining is None:
+            return None
+        late = DeadlineExceeded("the request's time is over")
+        return asyncio.get_running_loop().call_later(call.spec.time_remaining, call.events.put_nowait, late)
 
     def on_step(self, step: StepDone) -> None:
         for chunk in step.chunks:
@@ -134,11 +211,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """Prompts are short: what runs finishes, and what does not is computed elsewhere."""
 
     async def finished(self) -> None:
+        """Wait until no ticket is left, and what was said of them is on its way, up to LAST_WORDS seconds."""
         await self._idle.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                await asyncio.gather(*(session.flushed.wait() for session in self._sessions))
 
     def close(self) -> None:
-        for call in self._calls.values():
-            call.events.put_nowait(Unavailable("the worker stops"))
+        for session in self._sessions:
+            session.fail(Unavailable("the worker stops"))
 
     async def _end_older(self, ticket: str, attempt: int) -> None:
         """A newer attempt at a ticket takes the place of the one that is here, once the engine has let go of it."""
@@ -212,17 +293,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             if isinstance(event, PdserveError):
                 raise event
 
-    def _first_response(self, call: _Call, first: _First) -> prefill_pb2.PrefillResponse:
+    def _first_response(self, call: _Call, first: _First) -> prefill_pb2.PrefillSessionResponse:
         token, prompt = first.token, first.prompt
         logprobs = token.logprobs
         message = prefill_pb2.FirstToken(
+            attempt=call.attempt,
             token=sequence_pb2.StepToken(
                 ticket=token.ticket,
                 position=token.position,
                 token=token_to_proto(
                     token.token, logprobs.logprob if logprobs else None, logprobs.top if logprobs else ()
                 ),
-            )
+            ),
         )
         if first.end is not None:
             message.end = end_reason_to_proto(first.end.reason)
@@ -236,10 +318,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 self._front.prefix.observe_prefill(computed, prompt.compute)
         call.span.set_attribute(names.TOKENS, len(call.spec.token_ids))
         call.span.end()
-        return prefill_pb2.PrefillResponse(first_token=message)
+        return prefill_pb2.PrefillSessionResponse(first_token=message)
 
     def _release(self, call: _Call, committed: bool) -> None:
-        """The gRPC call is over, however: stop the work where it goes on, keep the prompt where it is done."""
+        """It is over for its router, however: stop the work where it goes on, keep the prompt where it is done."""
         call.span.end()
         if not call.started:
             self._forget(call)
@@ -307,6 +389,23 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         }
         now = time.time_ns()
         record_span(names.SPAN_TRANSFER, now - round(1e9 * done.seconds), now, call.spec.traceparent, attributes)
+
+
+def _committed_response(call: _Call, done: KvCommitted) -> prefill_pb2.PrefillSessionResponse:
+    committed = prefill_pb2.PrefillCommitted(
+        ticket=call.ticket,
+        attempt=call.attempt,
+        kv_bytes=done.kv_bytes,
+        transfer_seconds=done.seconds,
+        exposed_seconds=done.exposed,
+    )
+    return prefill_pb2.PrefillSessionResponse(committed=committed)
+
+
+def _tell_failed(session: RouterSession, request: prefill_pb2.PrefillRequest, error: PdserveError) -> None:
+    status = to_status(error).SerializeToString()
+    failed = prefill_pb2.PrefillFailed(ticket=request.ticket, attempt=request.attempt, status=status)
+    session.put(prefill_pb2.PrefillSessionResponse(failed=failed))
 
 
 def make_service(front: WorkerFront) -> tuple[PrefillServicer, Service]:
