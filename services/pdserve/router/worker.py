@@ -34,7 +34,7 @@ BACKOFF_FIRST = 0.1  # seconds
 BACKOFF_MAX = 2.0
 BACKOFF_STARTING = 0.3  # the limit for one that never answered: it is probably about to
 _ROLES = {worker_pb2.ROLE_PREFILL: Role.PREFILL, worker_pb2.ROLE_DECODE: Role.DECODE}
-_SESSIONS: dict[worker_pb2.Role, type[DecodeSession | PrefillSession]] = {
+_SESSIONS: dict[worker_pb2.Role.ValueType, type[DecodeSession | PrefillSession]] = {
     worker_pb2.ROLE_PREFILL: PrefillSession,
     worker_pb2.ROLE_DECODE: DecodeSession,
 }
