@@ -2,8 +2,9 @@
 
 - decide: blocks looked up, views remade for a worker that reported, and the decision, for a prompt of 8,192 hashed
   tokens over 64 + 64 and 1,000 + 1,000 workers; every eighth prefill worker holds a part of the prompt.
-- added: the same prefill and decode worker asked through the router and directly, in turn, by one client; and the
-  prefill worker alone, which shows what of the reservation and the hand-off is seen in a first token.
+- added: the same prefill and decode worker asked through the router and directly, over the same kind of sessions, in
+  turn, by one client. The prefill worker alone shows what of the reservation and the hand-off is seen in a first token,
+  and a prompt whose pages were reserved before shows what of the reservation is.
 - relay: a router between a source of tokens that is always ahead (benchmarks/token_source.py) and 200 readers.
 
 usage: python benchmarks/router.py [--rounds N] [--requests N] [--streams N] [--tokens N]
