@@ -2,8 +2,9 @@
 
 - decide: blocks looked up, views remade for a worker that reported, and the decision, for a prompt of 8,192 hashed
   tokens over 64 + 64 and 1,000 + 1,000 workers; every eighth prefill worker holds a part of the prompt.
-- added: the same prefill and decode worker asked through the router and directly, in turn, by one client; and the
-  prefill worker alone, which shows what of the reservation and the hand-off is seen in a first token.
+- added: the same prefill and decode worker asked through the router and directly, over the same kind of sessions, in
+  turn, by one client. The prefill worker alone shows what of the reservation and the hand-off is seen in a first token,
+  and a prompt whose pages were reserved before shows what of the reservation is.
 - relay: a router between a source of tokens that is always ahead (benchmarks/token_source.py) and 200 readers.
 
 usage: python benchmarks/router.py [--rounds N] [--requests N] [--streams N] [--tokens N]
@@ -110,63 +111,85 @@ class Direct:
     """The client that asks the two workers itself, as a router does and without one."""
 
     def __init__(self, prefill: str, decode: str, ids: tuple[str, str], access: Access) -> None:
+        from pdserve.router.prefill_session import PrefillSession
         from pdserve.router.session import DecodeSession
         from pdserve.rpc.channel import connect
-        from pdserve.v1 import prefill_pb2_grpc
 
         self._channels = connect(prefill, access), connect(decode, access)
-        self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channels[0])
+        self._prefills = PrefillSession(self._channels[0], "router-bench", 10.0)
         self._session = DecodeSession(self._channels[1], "router-bench", 10.0)
         self._ids, self._endpoint = ids, decode
-        self._running: asyncio.Task[None] | None = None
+        self._running: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        await self._session.open()
-        self._running = asyncio.create_task(self._session.run())
+        for session in (self._prefills, self._session):
+            await session.open()
+            self._running.append(asyncio.create_task(session.run()))
 
     async def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        for running in self._running:
+            running.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
         for channel in self._channels:
             await channel.close()
 
     async def ask(self, tokens: list[int]) -> Timing:
         """TTFT and gaps, in seconds."""
-        from pdserve.router.events import Ended, Event, Lost, NewToken
 
-        ticket, stamps, over = secrets.token_hex(16), list[float](), asyncio.Event()
+        return await self._ask(tokens, ahead=False)
+
+    async def ask_reserved(self, tokens: list[int]) -> Timing:
+        """The same of a prompt whose pages were reserved before, so that nothing can wait for that."""
+        return await self._ask(tokens, ahead=True)
+
+    async def _ask(self, tokens: list[int], *, ahead: bool) -> Timing:
+        from pdserve.router.events import Ended, Event, Lost, NewToken, Reserved
+
+        ticket, stamps, reserved, over = secrets.token_hex(16), list[float](), asyncio.Event(), asyncio.Event()
 
         def sink(event: Event) -> None:
             if isinstance(event, NewToken):
                 stamps.append(time.perf_counter())
+            elif isinstance(event, Reserved):
+                reserved.set()
             elif isinstance(event, Ended | Lost):
                 over.set()
 
+        def submit() -> None:
+            self._session.submit(ticket, 1, _spec(tokens, ANSWER), self._ids[0], sink)
+
+        if ahead:
+            submit()
+            await reserved.wait()
         began = time.perf_counter()
-        self._session.submit(ticket, 1, _spec(tokens, ANSWER), self._ids[0], sink)
-        first = await self._first_token(ticket, _spec(tokens, ANSWER), self._ids[1], self._endpoint)
+        first = self._prefill(ticket, _spec(tokens, ANSWER), self._ids[1], self._endpoint)
+        if not ahead:
+            submit()
+        came = await first
         await over.wait()
         assert len(stamps) == ANSWER - 1, f"{len(stamps)} tokens came"
-        return first - began, [b - a for a, b in itertools.pairwise([first, *stamps])]
+        return came - began, [b - a for a, b in itertools.pairwise([came, *stamps])]
 
     async def ask_alone(self, tokens: list[int]) -> Timing:
         """TTFT, in seconds, where nobody reserves anything: the answer is the one token that the prefill makes."""
         began = time.perf_counter()
-        return await self._first_token(secrets.token_hex(16), _spec(tokens, 1)) - began, []
+        return await self._prefill(secrets.token_hex(16), _spec(tokens, 1)) - began, []
 
-    async def _first_token(self, ticket: str, spec: Any, decode_id: str = "", decode_endpoint: str = "") -> float:
-        """When it came."""
+    def _prefill(self, ticket: str, spec: Any, decode_id: str = "", decode_endpoint: str = "") -> asyncio.Future[float]:
+        """When the first token comes."""
+        from pdserve.router.events import Event, FirstToken
         from pdserve.rpc.convert import spec_to_proto
         from pdserve.v1 import prefill_pb2
 
+        first: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+        def sink(event: Event) -> None:
+            assert isinstance(event, FirstToken), event
+            first.set_result(time.perf_counter())
+
         request = prefill_pb2.PrefillRequest(ticket=ticket, attempt=1, sequence=spec_to_proto(spec))
         request.decode_worker_id, request.decode_endpoint = decode_id, decode_endpoint
-        first = 0.0
-        async for response in self._prefill.Prefill(request):
-            if response.HasField("first_token"):
-                first = time.perf_counter()
-        assert first
+        self._prefills.prefill(request, None, sink)
         return first
 
 
@@ -215,6 +238,7 @@ async def added(rounds: int, requests: int, folder: Path) -> dict[str, Any]:
 
         ways: dict[str, Callable[[list[int]], Awaitable[Timing]]] = {
             "alone": direct.ask_alone,
+            "reserved": direct.ask_reserved,
             "direct": direct.ask,
             "routed": routed,
         }
@@ -225,7 +249,7 @@ async def added(rounds: int, requests: int, folder: Path) -> dict[str, Any]:
                 first, between = await ways[way]([rng.randrange(250) for _ in range(SHORT)])
                 if number >= requests // 4:  # the first ones are for warming up
                     ttft[way].append(1e3 * first)
-                    if between:
+                    if way in gaps:
                         gaps[way].append(1e3 * statistics.mean(between))
         await direct.close()
     medians = {
@@ -239,6 +263,8 @@ async def added(rounds: int, requests: int, folder: Path) -> dict[str, Any]:
         "added_itl_ms": round(medians["itl_routed_ms"] - medians["itl_direct_ms"], 3),
         # Nothing waits for the reservation, but its work, and that of pushing KV, is done by the same cores.
         "handoff_in_ttft_ms": round(medians["ttft_direct_ms"] - medians["ttft_alone_ms"], 3),
+        # By how much sooner the first token comes where everything is ready but it, and the reservation is there, too.
+        "reserve_exposed_ms": round(medians["ttft_direct_ms"] - medians["ttft_reserved_ms"], 3),
         "reserve_ms": round(statistics.median(reserve), 3),
     }
 

@@ -73,6 +73,7 @@ def valid() -> dict[str, list[Message]]:
     submit = decode_pb2.Submit(ticket="fuzz", attempt=1, sequence=spec_to_proto(spec), prefill_worker_id="")
     rearm = decode_pb2.Rearm(ticket="fuzz", attempt=2, sequence=spec_to_proto(spec), prefill_worker_id="prefill-0")
     request = decode_pb2.SessionRequest
+    prefill = prefill_pb2.PrefillRequest(ticket="fuzz", attempt=1, sequence=spec_to_proto(spec))
     return {
         "Generate": [generate],
         "Multiplex": [
@@ -85,7 +86,11 @@ def valid() -> dict[str, list[Message]]:
             request(rearm=rearm),
             request(cancel=decode_pb2.Cancel(ticket="fuzz")),
         ],
-        "Prefill": [prefill_pb2.PrefillRequest(ticket="fuzz", attempt=1, sequence=spec_to_proto(spec))],
+        "PrefillSession": [
+            prefill_pb2.PrefillSessionRequest(hello=hello),
+            prefill_pb2.PrefillSessionRequest(prefill=prefill),
+            prefill_pb2.PrefillSessionRequest(cancel=prefill_pb2.PrefillCancel(ticket="fuzz", attempt=1)),
+        ],
         "Watch": [worker_pb2.WatchRequest(protocol=our_versions())],
         "Tokenize": [inference_pb2.TokenizeRequest(text="hello")],
     }

@@ -22,12 +22,13 @@ from typing import Any, Self
 
 import grpc.aio
 
-from pdserve.core.errors import InvalidRequest, NoCapacity, Unavailable
+from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError, Unavailable
 from pdserve.core.layout import KVLayout
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.rpc.channel import SERVER_OPTIONS
 from pdserve.rpc.convert import end_reason_to_proto, layout_to_proto, spec_from_proto, token_to_proto
-from pdserve.rpc.errors import RpcError, abort
+from pdserve.rpc.errors import RpcError, to_status
+from pdserve.rpc.versions import PROTOCOL_MAX
 from pdserve.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -195,42 +196,69 @@ class ScriptedWorker(
 
     # PrefillService
 
-    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> AsyncIterator[Any]:
-        action = self._begin(request.ticket, spec := spec_from_proto(request.sequence))
-        self.wire.note(f"{self.worker_id} prefill {request.attempt}")
+    async def PrefillSession(self, requests: AsyncIterator[Any], context: Context) -> None:  # type: ignore[override]
+        tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        lock = asyncio.Lock()  # grpc wants one write at a time
+
+        async def send(**event: Any) -> None:
+            async with lock:
+                await context.write(prefill_pb2.PrefillSessionResponse(**event))
+
+        try:
+            async for request in requests:
+                if request.HasField("hello"):
+                    await send(welcome=self._welcome())
+                elif request.HasField("prefill"):
+                    prefill = request.prefill
+                    tasks[prefill.ticket, prefill.attempt] = asyncio.create_task(self._prefill(prefill, send))
+                elif task := tasks.get((request.cancel.ticket, request.cancel.attempt)):
+                    task.cancel()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _prefill(self, request: prefill_pb2.PrefillRequest, send: Any) -> None:
+        ticket, attempt = request.ticket, request.attempt
+        action = self._begin(ticket, spec := spec_from_proto(request.sequence))
+        self.wire.note(f"{self.worker_id} prefill {attempt}")
         self.told_held.append(request.decode_tokens_held)
         try:
+            await send(accepted=prefill_pb2.PrefillAccepted(ticket=ticket, attempt=attempt))
             if action == "refuse":
-                await abort(context, NoCapacity("scripted refusal"))
+                raise NoCapacity("scripted refusal")
             if action == "invalid":
-                await abort(context, InvalidRequest("sequence", "scripted"))
+                raise InvalidRequest("sequence", "scripted")
             if action == "stall":
                 await asyncio.Event().wait()
             if action == "fail":
-                await abort(context, Unavailable("scripted failure"))
+                raise Unavailable("scripted failure")
             position = len(spec.token_ids)
             token = self._token(spec, position)
             if action == "mute":
-                self.wire.fill(request.ticket, request.attempt, position, token)
-                await abort(context, Unavailable("scripted silence"))
-            first = prefill_pb2.FirstToken(token=_step_token(request.ticket, position, token))
+                self.wire.fill(ticket, attempt, position, token)
+                raise Unavailable("scripted silence")
+            first = prefill_pb2.FirstToken(token=_step_token(ticket, position, token), attempt=attempt)
             end = self._end(spec, position, token)
             if end is not None:
                 first.end = end_reason_to_proto(end)
-            yield prefill_pb2.PrefillResponse(first_token=first)
+            await send(first_token=first)
             if action == "die":
                 self._kill_soon()
                 await asyncio.Event().wait()
             if request.decode_worker_id and end is None:
-                if not self.wire.fill(request.ticket, request.attempt, position, token):
-                    await abort(context, RpcError(grpc.StatusCode.ABORTED, "nobody waits for this attempt"))
-                yield prefill_pb2.PrefillResponse(committed=prefill_pb2.PrefillCommitted(kv_bytes=100))
+                if not self.wire.fill(ticket, attempt, position, token):
+                    raise RpcError(grpc.StatusCode.ABORTED, "nobody waits for this attempt")
+                await send(committed=prefill_pb2.PrefillCommitted(ticket=ticket, attempt=attempt, kv_bytes=100))
+        except PdserveError as error:
+            status = to_status(error).SerializeToString()
+            await send(failed=prefill_pb2.PrefillFailed(ticket=ticket, attempt=attempt, status=status))
         except asyncio.CancelledError:
-            self.cancelled.append(request.ticket)
+            self.cancelled.append(ticket)
             self.wire.tell()
             raise
         finally:
-            self._finish(request.ticket)
+            self._finish(ticket)
 
     # DecodeService
 
@@ -246,10 +274,7 @@ class ScriptedWorker(
         try:
             async for request in requests:
                 if request.HasField("hello"):
-                    welcome = decode_pb2.SessionWelcome(
-                        protocol_version=1, worker_id=self.worker_id, incarnation=self.incarnation
-                    )
-                    await send(welcome=welcome)
+                    await send(welcome=self._welcome())
                 elif request.HasField("submit"):
                     tasks[request.submit.ticket] = asyncio.create_task(self._decode(request.submit, send))
                 elif request.HasField("rearm"):
@@ -388,6 +413,11 @@ class ScriptedWorker(
                 position += 1
         finally:
             self._finish(ticket)
+
+    def _welcome(self) -> decode_pb2.SessionWelcome:
+        return decode_pb2.SessionWelcome(
+            protocol_version=PROTOCOL_MAX, worker_id=self.worker_id, incarnation=self.incarnation
+        )
 
     def _token(self, spec: SequenceSpec, position: int) -> int:
         index = position - spec.prompt_len

@@ -17,9 +17,11 @@ from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.launch import ModelPart
 from pdserve.rpc.channel import connect
 from pdserve.rpc.convert import end_reason_from_proto, spec_to_proto
+from pdserve.rpc.errors import RpcError
 from pdserve.rpc.versions import our_versions
 from pdserve.testing import wait_load
-from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from pdserve.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2
+from tests.integration.prefill_session import HandSession
 from tests.integration.suites import prompt, serve
 from tests.tiny_models import make_tiny_model
 
@@ -116,28 +118,20 @@ async def test_rearms_by_the_book_and_against_it(model: Path, tmp_path: Path) ->
         await session.send(hello=decode_pb2.SessionHello(protocol=our_versions(), router_id="by hand"))
         assert isinstance(await session.hear(), decode_pb2.SessionWelcome)
 
-        def prefill(attempt: int, *more: int) -> Any:
-            return prefill_pb2_grpc.PrefillServiceStub(to_prefill).Prefill(
-                prefill_pb2.PrefillRequest(
-                    ticket="t",
-                    attempt=attempt,
-                    sequence=spec(*more),
-                    decode_worker_id="decode-0",
-                    decode_endpoint=suite.workers["decode-0"].endpoint,
-                ),
-                timeout=20,
-            )
+        prefills = HandSession(to_prefill)
+        await prefills.open()
+        to = {"decode_worker_id": "decode-0", "decode_endpoint": suite.workers["decode-0"].endpoint}
 
         await session.submit("t", "nobody")
-        older = prefill(1)  # is granted nothing: the ticket waits for somebody else
-        first = (await older.read()).first_token.token.token.id
+        await prefills.prefill("t", spec(), 1, **to)  # is granted nothing: the ticket waits for somebody else
+        first = await prefills.first_token("t", 1)
         agreed = await session.rearm("t", 2, first)
         assert (type(agreed), agreed.attempt, agreed.tokens_held) == (decode_pb2.Rearmed, 2, 0)
-        newer = prefill(2, first)
-        second = (await newer.read()).first_token.token.token.id
-        with pytest.raises(grpc.aio.AioRpcError, match="takes its place"):
-            await older.read()
-        assert isinstance(await newer.read(), prefill_pb2.PrefillResponse)
+        await prefills.prefill("t", spec(first), 2, **to)
+        with pytest.raises(RpcError, match="takes its place"):
+            await prefills.hear("t", 1)
+        second = await prefills.first_token("t", 2)
+        assert isinstance(await prefills.hear("t", 2), prefill_pb2.PrefillCommitted)
         ready = await session.hear()
         assert (type(ready), ready.attempt) == (decode_pb2.Ready, 2)
         late = await session.rearm("t", 3, first)

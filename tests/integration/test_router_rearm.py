@@ -74,7 +74,7 @@ async def test_a_first_token_whose_logprobs_are_lost_is_made_again(folder: Path)
 
 
 async def test_a_decode_worker_that_gives_an_attempt_up_is_believed(folder: Path) -> None:
-    """Its prefill call hangs; it is ended, and another worker fills the reservation."""
+    """Its prefill hangs; it is ended, and another worker fills the reservation."""
     p0, p1, decode = trio(script=("attempt_failed",))
     p0.script.append("stall")
     async with suite(folder, p0, p1, decode) as made:

@@ -85,12 +85,14 @@ class SimRouter:
                 left.append(f"{self.name}'s ledger of {worker.worker_id} keeps {_sums(ledger)}")
             if worker.session is not None and worker.session._sinks:
                 left.append(f"{self.name}'s session with {worker.worker_id} keeps {len(worker.session._sinks)} tickets")
+            if worker.prefills is not None and worker.prefills.running:
+                left.append(f"{self.name}'s session with {worker.worker_id} keeps {worker.prefills.running} prefills")
         if waiting := self.service.waiting(""):
             left.append(f"{waiting} requests wait at {self.name}")
         if self.service._running:
             left.append(f"{self.service._running} requests run at {self.name}")
         for task in self.process.tasks:
-            if task.get_name().startswith(("prefill ", "place ")):
+            if task.get_name().startswith("place "):
                 left.append(f"{self.name} left {task.get_name()}")
         return left
 

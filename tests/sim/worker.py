@@ -129,6 +129,7 @@ class SimWorker:
             "receives": len(common.incoming.by_ticket),
             "tickets of the front": len(getattr(self.service, "_tickets", ())),
             "calls of the front": len(getattr(self.service, "_calls", ())),
+            "attempts of the front": sum(len(getattr(s, "attempts", ())) for s in self.service._sessions),
         }
         return [f"{self.name} keeps {count} {what}" for what, count in held.items() if count]
 

@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 from pdserve.core.errors import InvalidRequest, PdserveError
-from pdserve.decode.session import Ticket
+from pdserve.decode.ticket import Ticket
 from pdserve.rpc.endpoint import check_endpoint
 from pdserve.v1 import decode_pb2
 from pdserve.worker.front import WorkerFront

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import grpc
 import grpc.aio
 import structlog
 
@@ -16,11 +15,10 @@ from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.decode import spans
 from pdserve.decode.hand_offs import HandOffs
-from pdserve.decode.session import RouterSession, Ticket
+from pdserve.decode.ticket import Ticket
 from pdserve.rpc.convert import end_reason_to_proto, spec_from_proto
-from pdserve.rpc.errors import RpcError, abort
+from pdserve.rpc.errors import abort
 from pdserve.rpc.server import Service
-from pdserve.rpc.versions import agree
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.worker.front import WorkerFront
 from pdserve.worker.messages import (
@@ -38,10 +36,10 @@ from pdserve.worker.messages import (
     TicketMessage,
     TicketReady,
 )
+from pdserve.worker.router_session import RouterSession, greeted
 
 log = structlog.get_logger(__name__)
 
-HELLO_DEADLINE = 5.0  # seconds
 LAST_WORDS = 5.0  # seconds, for a router that lags behind; one of an older release never says that it has heard
 
 
@@ -66,9 +64,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         session = RouterSession()
         try:
             self._front.require_open()
-            await self._welcome(session, context)
+            welcome = await greeted(session, context, decode_pb2.SessionRequest, self._front)
+            session.put(decode_pb2.SessionResponse(welcome=welcome))
             self._sessions.add(session)
-            await self._live(session, context)
+            await session.live(context, self._read(session, context))
         except PdserveError as error:
             # A session that ends because this worker stops is in order.
             tell = log.info if self._front.board.draining else log.warning
@@ -163,38 +162,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def close(self) -> None:
         for session in self._sessions:
             session.fail(Unavailable("the worker stops"))
-
-    async def _welcome(self, session: RouterSession, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        try:
-            async with asyncio.timeout(HELLO_DEADLINE):
-                first = await context.read()
-        except TimeoutError:
-            raise RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, "no hello came") from None
-        if not isinstance(first, decode_pb2.SessionRequest) or first.WhichOneof("command") != "hello":
-            raise InvalidRequest("hello", "a session begins with a hello")
-        version = agree(first.hello.protocol.min, first.hello.protocol.max)
-        session.router_id = first.hello.router_id
-        welcome = decode_pb2.SessionWelcome(
-            protocol_version=version, worker_id=self._front.worker_id, incarnation=self._front.incarnation
-        )
-        session.put(decode_pb2.SessionResponse(welcome=welcome))
-
-    async def _live(self, session: RouterSession, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        tasks = [
-            asyncio.create_task(self._read(session, context)),
-            asyncio.create_task(session.send_all(context)),
-            asyncio.create_task(session.failed.wait()),
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if session.failure is not None:
-                raise session.failure
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, session: RouterSession, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while isinstance(request := await context.read(), decode_pb2.SessionRequest):
@@ -299,8 +266,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         session.put(decode_pb2.SessionResponse(step=decode_pb2.Step(number=self._step, ends=[end])))
 
     def _end_session(self, session: RouterSession) -> None:
-        session.closed = True
-        session.settled.set()
+        session.close()
         self._sessions.discard(session)
         mine = [ticket for ticket in self._tickets.values() if ticket.session is session]
         for ticket in mine:

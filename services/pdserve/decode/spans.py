@@ -4,7 +4,7 @@ the router named; without one there are none."""
 from __future__ import annotations
 
 from pdserve.core.sequence import EndReason
-from pdserve.decode.session import Ticket
+from pdserve.decode.ticket import Ticket
 from pdserve.engine.outputs import ChunkDone
 from pdserve.telemetry import names
 from pdserve.telemetry.tracing import Attributes, fail_span, record_span, start_span, traceparent_of

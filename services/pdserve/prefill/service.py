@@ -1,59 +1,48 @@
-"""PrefillService: one call is one prompt, from admission to the decode worker's commit."""
+"""PrefillService: routers' sessions, and in them attempts: a prompt each, from admission to the decode's commit."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
 import grpc.aio
 import structlog
-from opentelemetry.trace import Span
 
 from pdserve.core.errors import InvalidRequest, NoCapacity, PdserveError, Unavailable
-from pdserve.core.sequence import EndReason, SequenceSpec
-from pdserve.engine.outputs import ChunkDone, Ended, PromptDone, TokenOut
-from pdserve.rpc.convert import end_reason_to_proto, spec_from_proto, token_to_proto
+from pdserve.core.sequence import EndReason
+from pdserve.engine.outputs import Ended
+from pdserve.prefill import spans
+from pdserve.prefill.call import Call, First, accepted_response, committed_response, failed_response, first_response
+from pdserve.rpc.convert import spec_from_proto
 from pdserve.rpc.endpoint import check_endpoint
 from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort
 from pdserve.rpc.server import Service
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
-from pdserve.telemetry.tracing import Attributes, fail_span, record_span, start_span, traceparent_of, wall_ns
-from pdserve.v1 import prefill_pb2, prefill_pb2_grpc, sequence_pb2
+from pdserve.telemetry.tracing import fail_span, start_span, traceparent_of
+from pdserve.v1 import prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.front import WorkerFront
 from pdserve.worker.messages import CancelTicket, KvCommitted, StartPrefill, StepDone, TicketMessage
+from pdserve.worker.router_session import RouterSession, greeted
 
 log = structlog.get_logger(__name__)
 
 OLDER_PATIENCE = 5.0  # seconds until the engine has let go of a ticket's older attempt
-
-
-@dataclass(frozen=True, slots=True)
-class _First:
-    token: TokenOut
-    prompt: PromptDone | None
-    end: Ended | None
+LAST_WORDS = 5.0  # seconds, for a router that lags behind
+# Attempts at a time in one session: as many as a connection may have calls. They hold a prompt each.
+MAX_ATTEMPTS = 4096
+_RETRY_AFTER = 1.0  # seconds that one more is told to wait
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
-    """A ticket from StartPrefill until the engine's Ended, which may come after its gRPC call is over."""
+class _Session(RouterSession):
+    """A router's, with what runs of its attempts, by ticket and number."""
 
-    ticket: str
-    attempt: int
-    spec: SequenceSpec
-    peer: str | None
-    span: Span
-    traceparent: str  # of `span`
-    events: asyncio.Queue[_First | KvCommitted | Ended | PdserveError] = field(default_factory=asyncio.Queue)
-    started: bool = False
-    sent_ns: int = 0  # to the engine; wall clock
-    first_chunk_ns: int = 0
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    attempts: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -61,20 +50,85 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def __init__(self, front: WorkerFront) -> None:
         self._front = front
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
+        self._sessions: set[_Session] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+    async def PrefillSession(  # type: ignore[override]  # a coroutine that reads and writes by itself
+        self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        session = _Session()
+        try:
+            self._front.require_open()
+            welcome = await greeted(session, context, prefill_pb2.PrefillSessionRequest, self._front)
+            session.put(prefill_pb2.PrefillSessionResponse(welcome=welcome))
+            self._sessions.add(session)
+            await session.live(context, self._read(session, context))
+        except PdserveError as error:
+            # A session that ends because this worker stops is in order.
+            tell = log.info if self._front.board.draining else log.warning
+            tell("session_failed", router_id=session.router_id, reason=str(error))
+            await abort(context, error)
+        finally:
+            await self._end_session(session)
+
+    async def _read(self, session: _Session, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while isinstance(request := await context.read(), prefill_pb2.PrefillSessionRequest):
+            match request.WhichOneof("command"):
+                case "prefill":
+                    self._begin(session, request.prefill)
+                case "cancel":
+                    task = session.attempts.get((request.cancel.ticket, request.cancel.attempt))
+                    if task is not None:
+                        task.cancel()
+                case "hello":
+                    raise InvalidRequest("hello", "a second hello in one session")
+                case _:
+                    raise InvalidRequest("command", "unknown to this version")
+
+    def _begin(self, session: _Session, request: prefill_pb2.PrefillRequest) -> None:
+        key = request.ticket, request.attempt
+        if key in session.attempts:
+            session.put(failed_response(request, RpcError(grpc.StatusCode.ABORTED, "this attempt is here already")))
+            return
+        if len(session.attempts) >= MAX_ATTEMPTS:
+            session.put(
+                failed_response(request, NoCapacity(f"this session has {MAX_ATTEMPTS} prompts already", _RETRY_AFTER))
+            )
+            return
+        task = asyncio.create_task(self._attempt(session, request), name=f"prefill {request.ticket[:8]}")
+        session.attempts[key] = task
+        # Not at the end of the task's own code: one that is cancelled in the tick of its beginning never runs any.
+        task.add_done_callback(lambda _: session.attempts.pop(key, None))
+
+    async def _end_session(self, session: _Session) -> None:
+        session.close()
+        self._sessions.discard(session)
+        if tasks := list(session.attempts.values()):
+            log.info("session_ended", router_id=session.router_id, cancelled=len(tasks))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _attempt(self, session: _Session, request: prefill_pb2.PrefillRequest) -> None:
+        """One attempt, to its end, which its router is told."""
+        try:
+            await self._prefill(session, request)
+        except Exception as error:  # a bug must not leave the router waiting
+            log.error("prefill_broken", ticket=request.ticket, error=repr(error), exc_info=error)
+            session.put(failed_response(request, RpcError(grpc.StatusCode.INTERNAL, "internal error")))
+
+    async def _prefill(self, session: _Session, request: prefill_pb2.PrefillRequest) -> None:
         try:
             await self._end_older(request.ticket, request.attempt)
             call = self._admit(request)
         except PdserveError as error:
-            await abort(context, error)
+            session.put(failed_response(request, error))
+            return
         committed = False
         link: asyncio.Task[None] | None = None
+        deadline = self._deadline(call)
         try:
             with log_request(call.spec.request_id):
                 if call.peer is not None:
@@ -82,42 +136,48 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                         self._link(call, request.decode_endpoint), name=f"link for {call.ticket}"
                     )
                 await self._start(call, request.attempt, request.decode_tokens_held)
-                # Tells the router that from now on this prompt is in the load that Watch tells.
-                await context.send_initial_metadata(())
+                session.put(accepted_response(call))
                 first = await self._first(call)
                 committed = first.end is not None
-                yield self._first_response(call, first)
+                session.put(first_response(call, first))
+                self._on_first(call, first)
                 if not committed and call.peer is not None:
                     done = await self._committed(call)
                     committed = True
-                    yield prefill_pb2.PrefillResponse(
-                        committed=prefill_pb2.PrefillCommitted(
-                            kv_bytes=done.kv_bytes, transfer_seconds=done.seconds, exposed_seconds=done.exposed
-                        )
-                    )
+                    session.put(committed_response(call, done))
         except PdserveError as error:
-            self._trace_failure(call, error)
+            spans.failure(call, error)
             log.info("prefill_failed", ticket=call.ticket, request_id=call.spec.request_id, reason=str(error))
-            await abort(context, error)
+            session.put(failed_response(request, error))
         except asyncio.CancelledError:
             fail_span(call.span, "cancelled")
             raise
         finally:
+            if deadline is not None:
+                deadline.cancel()
             if link is not None:
                 link.cancel()
                 await asyncio.gather(link, return_exceptions=True)
             self._release(call, committed)
 
+    def _deadline(self, call: Call) -> asyncio.TimerHandle | None:
+        """The engine keeps the time of what it has; this is for what waits before it, and behind it for the commit."""
+        if call.spec.time_remaining is None:
+            return None
+        late = DeadlineExceeded("the request's time is over")
+        return asyncio.get_running_loop().call_later(call.spec.time_remaining, call.events.put_nowait, late)
+
     def on_step(self, step: StepDone) -> None:
         for chunk in step.chunks:
-            self._on_chunk(chunk)
+            if (call := self._calls.get(chunk.ticket)) is not None:
+                spans.chunk(call, chunk)
         if not (step.tokens or step.ends):
             return
         prompts = {prompt.ticket: prompt for prompt in step.prompts}
         ends = {end.ticket: end for end in step.ends}
         for token in step.tokens:
             if (call := self._calls.get(token.ticket)) is not None:
-                call.events.put_nowait(_First(token, prompts.get(token.ticket), ends.pop(token.ticket, None)))
+                call.events.put_nowait(First(token, prompts.get(token.ticket), ends.pop(token.ticket, None)))
         for end in step.ends:
             call = self._calls.get(end.ticket)
             if call is not None:
@@ -134,11 +194,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """Prompts are short: what runs finishes, and what does not is computed elsewhere."""
 
     async def finished(self) -> None:
+        """Wait until no ticket is left, and what was said of them is on its way, up to LAST_WORDS seconds."""
         await self._idle.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):
+                if tasks := [task for session in self._sessions for task in session.attempts.values()]:
+                    await asyncio.wait(tasks)
+                await asyncio.gather(*(session.flushed.wait() for session in self._sessions))
 
     def close(self) -> None:
-        for call in self._calls.values():
-            call.events.put_nowait(Unavailable("the worker stops"))
+        for session in self._sessions:
+            session.fail(Unavailable("the worker stops"))
 
     async def _end_older(self, ticket: str, attempt: int) -> None:
         """A newer attempt at a ticket takes the place of the one that is here, once the engine has let go of it."""
@@ -152,7 +218,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             except TimeoutError:
                 raise Unavailable(f"attempt {older.attempt} at this ticket does not end") from None
 
-    def _admit(self, request: prefill_pb2.PrefillRequest) -> _Call:
+    def _admit(self, request: prefill_pb2.PrefillRequest) -> Call:
         front = self._front
         front.require_open()
         front.check_ticket(request.ticket)
@@ -165,12 +231,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise RpcError(grpc.StatusCode.ABORTED, "this ticket is here already, or has not ended yet")
         span = start_span(names.SPAN_PREFILL, spec.traceparent, {names.TICKET: request.ticket})
         span.set_attributes({names.ATTEMPT: request.attempt, names.PREFILL_WORKER: front.worker_id})
-        call = _Call(request.ticket, request.attempt, spec, peer, span, traceparent_of(span))
+        call = Call(request.ticket, request.attempt, spec, peer, span, traceparent_of(span))
         self._calls[request.ticket] = call
         self._idle.clear()
         return call
 
-    async def _link(self, call: _Call, endpoint: str) -> None:
+    async def _link(self, call: Call, endpoint: str) -> None:
         """Have the link up by the time the first frames exist, and again where it ends before the engine had the ticket
         (idle links make room for others); computing does not wait for it."""
         assert call.peer is not None
@@ -181,7 +247,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         except PdserveError as error:
             call.events.put_nowait(Unavailable(f"no link to {call.peer}: {error}"))
 
-    async def _start(self, call: _Call, attempt: int, peer_holds: int) -> None:
+    async def _start(self, call: Call, attempt: int, peer_holds: int) -> None:
         spec = call.spec
         if self._front.prefix is not None:
             began = time.monotonic()
@@ -191,55 +257,39 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         call.started, call.sent_ns = True, time.time_ns()
         self._front.start_prefill(StartPrefill(call.ticket, attempt, spec, call.peer, peer_holds))
 
-    async def _first(self, call: _Call) -> _First:
+    async def _first(self, call: Call) -> First:
         while True:
             event = await call.events.get()
-            if isinstance(event, _First):
+            if isinstance(event, First):
                 return event
             if isinstance(event, Ended):
                 raise self._error(call, event)
             if isinstance(event, PdserveError):
                 raise event
 
-    async def _committed(self, call: _Call) -> KvCommitted:
+    async def _committed(self, call: Call) -> KvCommitted:
         while True:
             event = await call.events.get()
             if isinstance(event, KvCommitted):
-                self._trace_transfer(call, event)
+                spans.transfer(call, event, self._front.links.path_of(call.peer or ""))
                 return event
             if isinstance(event, Ended):
                 raise self._error(call, event)
             if isinstance(event, PdserveError):
                 raise event
 
-    def _first_response(self, call: _Call, first: _First) -> prefill_pb2.PrefillResponse:
-        token, prompt = first.token, first.prompt
-        logprobs = token.logprobs
-        message = prefill_pb2.FirstToken(
-            token=sequence_pb2.StepToken(
-                ticket=token.ticket,
-                position=token.position,
-                token=token_to_proto(
-                    token.token, logprobs.logprob if logprobs else None, logprobs.top if logprobs else ()
-                ),
-            )
-        )
-        if first.end is not None:
-            message.end = end_reason_to_proto(first.end.reason)
+    def _on_first(self, call: Call, first: First) -> None:
+        prompt = first.prompt
         if prompt is not None:
-            message.cached_tokens, message.blocks_reused = prompt.cached_tokens, prompt.blocks_reused
-            message.queued_ms, message.compute_ms = 1e3 * prompt.queued, 1e3 * prompt.compute
-            message.pulled_tokens = prompt.pulled_tokens
             call.span.set_attribute(names.CACHED_TOKENS, prompt.cached_tokens)
             if self._front.prefix is not None:
                 computed = len(call.spec.token_ids) - prompt.cached_tokens
                 self._front.prefix.observe_prefill(computed, prompt.compute)
         call.span.set_attribute(names.TOKENS, len(call.spec.token_ids))
         call.span.end()
-        return prefill_pb2.PrefillResponse(first_token=message)
 
-    def _release(self, call: _Call, committed: bool) -> None:
-        """The gRPC call is over, however: stop the work where it goes on, keep the prompt where it is done."""
+    def _release(self, call: Call, committed: bool) -> None:
+        """It is over for its router, however: stop the work where it goes on, keep the prompt where it is done."""
         call.span.end()
         if not call.started:
             self._forget(call)
@@ -249,14 +299,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         elif not call.gone.is_set():
             self._front.engine.send(CancelTicket(call.ticket))
 
-    def _forget(self, call: _Call) -> None:
+    def _forget(self, call: Call) -> None:
         """A ticket's id is free for a newer attempt."""
         del self._calls[call.ticket]
         call.gone.set()
         if not self._calls:
             self._idle.set()
 
-    def _error(self, call: _Call, end: Ended) -> PdserveError:
+    def _error(self, call: Call, end: Ended) -> PdserveError:
         detail = end.detail or end.reason
         match end.reason:
             case EndReason.NO_CAPACITY:
@@ -275,38 +325,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 return RpcError(grpc.StatusCode.ABORTED, f"preempted: {detail}")
             case _:
                 return RpcError(grpc.StatusCode.INTERNAL, f"the engine ended the ticket: {detail}")
-
-    def _on_chunk(self, chunk: ChunkDone) -> None:
-        call = self._calls.get(chunk.ticket)
-        if call is None:
-            return
-        if call.span.is_recording():
-            if not call.first_chunk_ns:
-                record_span(names.SPAN_PREFILL_QUEUE, call.sent_ns, chunk.start, call.traceparent)
-            tokens = {names.TOKENS: chunk.tokens}
-            record_span(names.SPAN_PREFILL_CHUNK, chunk.start, chunk.end, call.traceparent, tokens)
-        call.first_chunk_ns = call.first_chunk_ns or chunk.end
-
-    def _trace_failure(self, call: _Call, error: PdserveError) -> None:
-        if call.span.is_recording():
-            fail_span(call.span, type(error).__name__, str(error))
-        else:  # the prompt was computed, so what failed is the hand-off
-            attributes: Attributes = {names.TICKET: call.ticket, names.DECODE_WORKER: call.peer or ""}
-            began, now = call.first_chunk_ns, time.time_ns()
-            record_span(names.SPAN_TRANSFER, began or now, now, call.spec.traceparent, attributes, str(error))
-
-    def _trace_transfer(self, call: _Call, done: KvCommitted) -> None:
-        peer = call.peer or ""
-        attributes: Attributes = {
-            names.TICKET: call.ticket,
-            names.KV_BYTES: done.kv_bytes,
-            names.DECODE_WORKER: peer,
-            names.KV_TRANSFER_SECONDS: done.seconds,
-            names.KV_TRANSFER_EXPOSED_SECONDS: done.exposed,
-            names.KV_LINK_PATH: self._front.links.path_of(peer),
-        }
-        ended = wall_ns(done.at)
-        record_span(names.SPAN_TRANSFER, ended - round(1e9 * done.seconds), ended, call.spec.traceparent, attributes)
 
 
 def make_service(front: WorkerFront) -> tuple[PrefillServicer, Service]:

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 
 import structlog
+import uvloop
 
 from pdserve.core.errors import PdserveError
 from pdserve.launch.models import resolve_model
@@ -95,7 +96,8 @@ def main(argv: list[str] | None = None) -> int:
     setup_logs("router", settings.log_level)
     stop_tracing = setup_tracing("router", settings.otlp_endpoint, ring=settings.trace_ring)
     try:
-        asyncio.run(serve(settings))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
     except PdserveError as error:
         log.error("router_failed", error=str(error))
         return 1

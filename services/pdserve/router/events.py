@@ -1,4 +1,4 @@
-"""What happens to one try of a request, as the session and the prefill call tell it."""
+"""What happens to one try of a request, as the sessions with its workers tell it."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    """The attempt's prefill call ended before the decode worker had everything. `lost`: with the connection, and not by
-    the worker's word."""
+    """The attempt's prefill ended before the decode worker had everything. `lost`: with the connection, and not by the
+    worker's word."""
 
     attempt: int
     error: PdserveError

@@ -292,7 +292,7 @@ def _ended(reason: EndReason, detail: str, worker: Worker | None, progress: bool
 
 
 def _prefill_failed(error: Exception, worker: Worker | None) -> Failure:
-    """The same for a prefill call that failed."""
+    """The same for a prefill that failed."""
     if isinstance(error, InvalidRequest | DeadlineExceeded):
         raise error
     return Failure(str(error), isinstance(error, NoCapacity), worker)

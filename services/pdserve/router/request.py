@@ -289,6 +289,7 @@ class RequestRun:
 
     async def _tell_prompt(self) -> None:
         """Send PromptInfo."""
+        await asyncio.sleep(0)  # behind the dispatch, where that needs no waiting: a token waits for that
         spec = self._resolved.spec
         sampling, stopping = sampling_to_proto(spec.params)
         stopping.stop.extend(self._resolved.stops)

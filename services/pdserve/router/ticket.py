@@ -12,13 +12,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Self
 
-import grpc.aio
 import structlog
 
 from pdserve.core.errors import PdserveError, Unavailable
 from pdserve.core.sequence import SequenceSpec
 from pdserve.router.assignment import Assignment
-from pdserve.router.attempt import start_prefill
 from pdserve.router.events import (
     AlreadyReady,
     AttemptFailed,
@@ -38,7 +36,7 @@ from pdserve.v1 import inference_pb2, prefill_pb2
 log = structlog.get_logger(__name__)
 
 Stamped = tuple[int, "Ticket", Event]
-# Seconds that a prefill call has to end by itself once the decode worker has given its attempt up: it may have the
+# Seconds that a prefill has to end by itself once the decode worker has given its attempt up: it may have the
 # answer's only token, or knows why. One that hangs is taken for failed then.
 FAREWELL = 0.25
 # Seconds for the decode worker's answer to a Rearm; its engine reads between two steps.
@@ -87,14 +85,14 @@ class Ticket:
         )
         self._room = spec.params.max_tokens + spec.prompt_len - len(spec.token_ids) + 1
         self._tasks: set[asyncio.Task[None]] = set()
-        self._prefill: asyncio.Task[None] | None = None
+        self._prefilling: int | None = None  # the attempt that a prefill worker was told of
         self._placing: asyncio.Task[None] | None = None
         self._placed: Assignment | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._answers: tuple[type[Event], ...] = ()
         # At assignment time the workers were connected; what they are now may be another connection.
         self._session = assignment.decode.session if assignment.decode else None
-        self._channel = assignment.prefill.channel if assignment.prefill else None
+        self._prefills = assignment.prefill.prefills if assignment.prefill else None
 
     @property
     def given(self) -> int:
@@ -153,7 +151,7 @@ class Ticket:
         ]
 
     def given_up(self, reason: str) -> None:
-        """The decode worker expects no more KV of this attempt: its prefill call fails in a moment, or counts as
+        """The decode worker expects no more KV of this attempt: its prefill fails in a moment, or counts as
         failed."""
         self._after(FAREWELL, PrefillFailed(self.attempt, Unavailable(reason)))
 
@@ -201,7 +199,7 @@ class Ticket:
         worker_id, found = self.prefill_worker_id, self.take_placed()
         if found is not None and found.prefill is not None:
             self.assignment.replace_prefill(found)
-            worker_id, self._channel = found.prefill.worker_id, found.prefill.channel
+            worker_id, self._prefills = found.prefill.worker_id, found.prefill.prefills
         self.attempt += 1
         self._spec = spec
         self._given[self.attempt] = len(spec.token_ids)
@@ -239,15 +237,13 @@ class Ticket:
             decode_endpoint=decode.snapshot.endpoint if decode and decode.snapshot else "",
             decode_tokens_held=self.assignment.decode_tokens_held,
         )
-        entry, seconds = self.assignment.prefill_entry, self._spec.time_remaining
         try:
-            if self._channel is not None:
-                self._prefill = start_prefill(self._channel, request, seconds, entry, self._put)
-                self._tasks.add(self._prefill)
-                return
-        except grpc.aio.UsageError:
-            pass  # the channel was closed since the worker was found
-        self._put(PrefillFailed(self.attempt, Unavailable(f"connection to {prefill.worker_id} lost")))
+            if self._prefills is None:
+                raise Unavailable(f"connection to {prefill.worker_id} lost")
+            self._prefills.prefill(request, self.assignment.prefill_entry, self._put)
+            self._prefilling = self.attempt
+        except Unavailable as error:  # it is gone since it was found, and knows nothing of this
+            self._put(PrefillFailed(self.attempt, error))
 
     def _put(self, event: Event) -> None:
         """Take an event, from the session's reader: never waits."""
@@ -293,6 +289,6 @@ class Ticket:
 
     def _end_prefill(self) -> None:
         self._after(None)
-        if self._prefill is not None:
-            self._prefill.cancel()
-            self._prefill = None
+        if self._prefills is not None and self._prefilling is not None:
+            self._prefills.cancel(self.id, self._prefilling)
+        self._prefilling = None

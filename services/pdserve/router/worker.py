@@ -1,4 +1,4 @@
-"""One worker as this router follows it: Watch and, for a decode worker, the session, up and down together."""
+"""One worker as this router follows it: Watch and this router's session, up and down together."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pdserve.policy.estimate import UNKNOWN, Speed
 from pdserve.policy.fleet import LinkFacts, Role, WorkerView
 from pdserve.policy.prefix_index import PrefixIndex
 from pdserve.router.ledger import Ledger
+from pdserve.router.prefill_session import PrefillSession
 from pdserve.router.session import DecodeSession
 from pdserve.router.tasks import until_first_ends
 from pdserve.rpc.access import PLAIN, Access
@@ -33,6 +34,10 @@ BACKOFF_FIRST = 0.1  # seconds
 BACKOFF_MAX = 2.0
 BACKOFF_STARTING = 0.3  # the limit for one that never answered: it is probably about to
 _ROLES = {worker_pb2.ROLE_PREFILL: Role.PREFILL, worker_pb2.ROLE_DECODE: Role.DECODE}
+_SESSIONS: dict[worker_pb2.Role.ValueType, type[DecodeSession | PrefillSession]] = {
+    worker_pb2.ROLE_PREFILL: PrefillSession,
+    worker_pb2.ROLE_DECODE: DecodeSession,
+}
 
 
 Dial = Callable[[str, float, str], grpc.aio.Channel]
@@ -83,7 +88,9 @@ class Worker:
         # When something there last spoke, be it to say that it is not ready; the loop's time.
         self.alive_at = asyncio.get_running_loop().time()
         self.channel: grpc.aio.Channel | None = None
+        # One of them, as its role is.
         self.session: DecodeSession | None = None
+        self.prefills: PrefillSession | None = None
         self._router_id = router_id
         self._lease = lease
         self._index = index
@@ -158,7 +165,7 @@ class Worker:
     async def _connect(self) -> bool:
         """One connection from its beginning to its end. True when it came up at all."""
         watch: grpc.aio.UnaryStreamCall[worker_pb2.WatchRequest, worker_pb2.WatchResponse] | None = None
-        session: DecodeSession | None = None
+        session: DecodeSession | PrefillSession | None = None
         reached, reason = False, "closed"
         hello = worker_pb2.WatchRequest(protocol=our_versions())
         try:
@@ -169,8 +176,8 @@ class Worker:
                         first = await watch.read()
                     if not isinstance(first, worker_pb2.WatchResponse) or not first.HasField("snapshot"):
                         raise Unavailable("Watch did not begin with a snapshot")
-                    if first.snapshot.role == worker_pb2.ROLE_DECODE:
-                        session = DecodeSession(channel, self._router_id, self._lease)
+                    if (kind := _SESSIONS.get(first.snapshot.role)) is not None:
+                        session = kind(channel, self._router_id, self._lease)
                         await session.open()
                         if session.incarnation != first.snapshot.incarnation:
                             raise Unavailable("the worker restarted between Watch and Session")
@@ -179,7 +186,7 @@ class Worker:
                     await until_first_ends(self._follow(watch), *([session.run()] if session else []))
                 finally:
                     # The view first: whoever hears of a lost ticket must not be sent here again.
-                    self.connected, self.channel, self.session = False, None, None
+                    self.connected, self.channel, self.session, self.prefills = False, None, None, None
                     self._listener.touched(self)
                     if watch is not None:
                         watch.cancel()
@@ -207,12 +214,17 @@ class Worker:
         return reached
 
     def up(
-        self, snapshot: worker_pb2.WorkerSnapshot, channel: grpc.aio.Channel | None, session: DecodeSession | None
+        self,
+        snapshot: worker_pb2.WorkerSnapshot,
+        channel: grpc.aio.Channel | None,
+        session: DecodeSession | PrefillSession | None,
     ) -> None:
         """A connection is there, and this is what the worker said first."""
         self._take_snapshot(snapshot)
         self.ledger = Ledger(lambda: self._listener.touched(self))
-        self.channel, self.session, self.connected = channel, session, True
+        self.channel, self.connected = channel, True
+        self.session = session if isinstance(session, DecodeSession) else None
+        self.prefills = session if isinstance(session, PrefillSession) else None
         log.info(
             "worker_up",
             endpoint=self.endpoint,

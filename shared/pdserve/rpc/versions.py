@@ -9,8 +9,9 @@ import grpc
 from pdserve.rpc.errors import RpcError
 from pdserve.v1 import worker_pb2
 
-PROTOCOL_MIN = 2  # 1 knew no Rearm: nothing that was released speaks it
-PROTOCOL_MAX = 2
+# 1 knew no Rearm, 2 no PrefillSession: nothing that was released speaks them.
+PROTOCOL_MIN = 3
+PROTOCOL_MAX = 3
 
 
 def our_versions() -> worker_pb2.VersionRange:

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SessionHello(_message.Message):
-    """SessionHello is the router's first message."""
+    """SessionHello is the router's first message, to a decode worker as to a prefill worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

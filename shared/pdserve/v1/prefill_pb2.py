@@ -22,24 +22,33 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from pdserve.v1 import decode_pb2 as pdserve_dot_v1_dot_decode__pb2
 from pdserve.v1 import sequence_pb2 as pdserve_dot_v1_dot_sequence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x19pdserve/v1/sequence.proto\"\xac\x01\n\x0ePrefillRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12*\n\x08sequence\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x04 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x05 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_tokens_held\x18\x06 \x01(\r\"\xc2\x01\n\nFirstToken\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.StepToken\x12\"\n\x03\x65nd\x18\x02 \x01(\x0e\x32\x15.pdserve.v1.EndReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rblocks_reused\x18\x04 \x01(\r\x12\x11\n\tqueued_ms\x18\x05 \x01(\x01\x12\x12\n\ncompute_ms\x18\x06 \x01(\x01\x12\x15\n\rpulled_tokens\x18\x07 \x01(\r\"W\n\x10PrefillCommitted\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x02 \x01(\x01\x12\x17\n\x0f\x65xposed_seconds\x18\x03 \x01(\x01\"|\n\x0fPrefillResponse\x12-\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.pdserve.v1.FirstTokenH\x00\x12\x31\n\tcommitted\x18\x02 \x01(\x0b\x32\x1c.pdserve.v1.PrefillCommittedH\x00\x42\x07\n\x05\x65vent2V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.pdserve.v1.PrefillRequest\x1a\x1b.pdserve.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pdserve/v1/prefill.proto\x12\npdserve.v1\x1a\x17pdserve/v1/decode.proto\x1a\x19pdserve/v1/sequence.proto\"\xac\x01\n\x0ePrefillRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12*\n\x08sequence\x18\x03 \x01(\x0b\x32\x18.pdserve.v1.SequenceSpec\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x04 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x05 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_tokens_held\x18\x06 \x01(\r\"0\n\rPrefillCancel\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xa9\x01\n\x15PrefillSessionRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.SessionHelloH\x00\x12-\n\x07prefill\x18\x02 \x01(\x0b\x32\x1a.pdserve.v1.PrefillRequestH\x00\x12+\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x19.pdserve.v1.PrefillCancelH\x00\x42\t\n\x07\x63ommand\"2\n\x0fPrefillAccepted\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xd3\x01\n\nFirstToken\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.pdserve.v1.StepToken\x12\"\n\x03\x65nd\x18\x02 \x01(\x0e\x32\x15.pdserve.v1.EndReason\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x15\n\rblocks_reused\x18\x04 \x01(\r\x12\x11\n\tqueued_ms\x18\x05 \x01(\x01\x12\x12\n\ncompute_ms\x18\x06 \x01(\x01\x12\x15\n\rpulled_tokens\x18\x07 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x08 \x01(\r\"x\n\x10PrefillCommitted\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x18\n\x10transfer_seconds\x18\x02 \x01(\x01\x12\x17\n\x0f\x65xposed_seconds\x18\x03 \x01(\x01\x12\x0e\n\x06ticket\x18\x04 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\"@\n\rPrefillFailed\x12\x0e\n\x06ticket\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06status\x18\x03 \x01(\x0c\"\x90\x02\n\x16PrefillSessionResponse\x12-\n\x07welcome\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.SessionWelcomeH\x00\x12/\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x1b.pdserve.v1.PrefillAcceptedH\x00\x12-\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.FirstTokenH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.pdserve.v1.PrefillCommittedH\x00\x12+\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.PrefillFailedH\x00\x42\x07\n\x05\x65vent2m\n\x0ePrefillService\x12[\n\x0ePrefillSession\x12!.pdserve.v1.PrefillSessionRequest\x1a\".pdserve.v1.PrefillSessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.prefill_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PREFILLREQUEST']._serialized_start=68
-  _globals['_PREFILLREQUEST']._serialized_end=240
-  _globals['_FIRSTTOKEN']._serialized_start=243
-  _globals['_FIRSTTOKEN']._serialized_end=437
-  _globals['_PREFILLCOMMITTED']._serialized_start=439
-  _globals['_PREFILLCOMMITTED']._serialized_end=526
-  _globals['_PREFILLRESPONSE']._serialized_start=528
-  _globals['_PREFILLRESPONSE']._serialized_end=652
-  _globals['_PREFILLSERVICE']._serialized_start=654
-  _globals['_PREFILLSERVICE']._serialized_end=740
+  _globals['_PREFILLREQUEST']._serialized_start=93
+  _globals['_PREFILLREQUEST']._serialized_end=265
+  _globals['_PREFILLCANCEL']._serialized_start=267
+  _globals['_PREFILLCANCEL']._serialized_end=315
+  _globals['_PREFILLSESSIONREQUEST']._serialized_start=318
+  _globals['_PREFILLSESSIONREQUEST']._serialized_end=487
+  _globals['_PREFILLACCEPTED']._serialized_start=489
+  _globals['_PREFILLACCEPTED']._serialized_end=539
+  _globals['_FIRSTTOKEN']._serialized_start=542
+  _globals['_FIRSTTOKEN']._serialized_end=753
+  _globals['_PREFILLCOMMITTED']._serialized_start=755
+  _globals['_PREFILLCOMMITTED']._serialized_end=875
+  _globals['_PREFILLFAILED']._serialized_start=877
+  _globals['_PREFILLFAILED']._serialized_end=941
+  _globals['_PREFILLSESSIONRESPONSE']._serialized_start=944
+  _globals['_PREFILLSESSIONRESPONSE']._serialized_end=1216
+  _globals['_PREFILLSERVICE']._serialized_start=1218
+  _globals['_PREFILLSERVICE']._serialized_end=1327
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ isort:skip_file
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from pdserve.v1 import decode_pb2 as _decode_pb2
 from pdserve.v1 import sequence_pb2 as _sequence_pb2
 import builtins as _builtins
 import sys
@@ -19,7 +20,11 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class PrefillRequest(_message.Message):
-    """PrefillRequest is one attempt to fill a ticket."""
+    """PrefillRequest is one attempt to fill a ticket: the worker computes the prompt, pushes its KV to the decode worker
+    that holds the ticket, and samples the first token. PrefillAccepted answers at once, then come FirstToken and
+    PrefillCommitted, or PrefillFailed in the place of what is missing. Nothing follows a FirstToken whose answer ends
+    there, or whose KV nobody takes.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -31,6 +36,7 @@ class PrefillRequest(_message.Message):
     DECODE_TOKENS_HELD_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
     attempt: _builtins.int
+    """A newer attempt takes the place of an older one that is still there."""
     decode_worker_id: _builtins.str
     """Empty: nobody takes the KV (a request for a single token)."""
     decode_endpoint: _builtins.str
@@ -59,6 +65,86 @@ class PrefillRequest(_message.Message):
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 
 @_typing.final
+class PrefillCancel(_message.Message):
+    """PrefillCancel ends the work for an attempt. No answer comes; one that is not there is passed over."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillCancel: _TypeAlias = PrefillCancel  # noqa: Y015
+
+@_typing.final
+class PrefillSessionRequest(_message.Message):
+    """PrefillSessionRequest is a router's next command."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hello(self) -> _decode_pb2.SessionHello: ...
+    @_builtins.property
+    def prefill(self) -> Global___PrefillRequest: ...
+    @_builtins.property
+    def cancel(self) -> Global___PrefillCancel: ...
+    def __init__(
+        self,
+        *,
+        hello: _decode_pb2.SessionHello | None = ...,
+        prefill: Global___PrefillRequest | None = ...,
+        cancel: Global___PrefillCancel | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "hello", b"hello", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "prefill", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___PrefillSessionRequest: _TypeAlias = PrefillSessionRequest  # noqa: Y015
+
+@_typing.final
+class PrefillAccepted(_message.Message):
+    """PrefillAccepted says that what this worker tells of its load from now on has this prompt in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    attempt: _builtins.int
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillAccepted: _TypeAlias = PrefillAccepted  # noqa: Y015
+
+@_typing.final
 class FirstToken(_message.Message):
     """FirstToken comes as soon as the prompt is computed, whatever of its KV is still on its way."""
 
@@ -71,6 +157,7 @@ class FirstToken(_message.Message):
     QUEUED_MS_FIELD_NUMBER: _builtins.int
     COMPUTE_MS_FIELD_NUMBER: _builtins.int
     PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     end: _sequence_pb2.EndReason.ValueType
     """Set when the answer ends here: the decode worker is not needed."""
     cached_tokens: _builtins.int
@@ -81,6 +168,7 @@ class FirstToken(_message.Message):
     compute_ms: _builtins.float
     pulled_tokens: _builtins.int
     """Of cached_tokens, those that were pulled from the decode worker."""
+    attempt: _builtins.int
     @_builtins.property
     def token(self) -> _sequence_pb2.StepToken: ...
     def __init__(
@@ -93,10 +181,11 @@ class FirstToken(_message.Message):
         queued_ms: _builtins.float = ...,
         compute_ms: _builtins.float = ...,
         pulled_tokens: _builtins.int = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_reused", b"blocks_reused", "cached_tokens", b"cached_tokens", "compute_ms", b"compute_ms", "end", b"end", "pulled_tokens", b"pulled_tokens", "queued_ms", b"queued_ms", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blocks_reused", b"blocks_reused", "cached_tokens", b"cached_tokens", "compute_ms", b"compute_ms", "end", b"end", "pulled_tokens", b"pulled_tokens", "queued_ms", b"queued_ms", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -104,57 +193,106 @@ Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
 class PrefillCommitted(_message.Message):
-    """PrefillCommitted says that the decode worker has all KV."""
+    """PrefillCommitted says that the decode worker has all KV. It is the last that is heard of an attempt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KV_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
     EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
     """KV bytes sent."""
     transfer_seconds: _builtins.float
     """Seconds from the first frame until everything had landed, and those of them after the prompt was computed."""
     exposed_seconds: _builtins.float
+    ticket: _builtins.str
+    attempt: _builtins.int
     def __init__(
         self,
         *,
         kv_bytes: _builtins.int = ...,
         transfer_seconds: _builtins.float = ...,
         exposed_seconds: _builtins.float = ...,
+        ticket: _builtins.str = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exposed_seconds", b"exposed_seconds", "kv_bytes", b"kv_bytes", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "exposed_seconds", b"exposed_seconds", "kv_bytes", b"kv_bytes", "ticket", b"ticket", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillCommitted: _TypeAlias = PrefillCommitted  # noqa: Y015
 
 @_typing.final
-class PrefillResponse(_message.Message):
-    """PrefillResponse is the next event of an attempt."""
+class PrefillFailed(_message.Message):
+    """PrefillFailed says that an attempt's KV will not be complete. It is the last that is heard of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TICKET_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.str
+    attempt: _builtins.int
+    status: _builtins.bytes
+    """A serialized google.rpc.Status: RESOURCE_EXHAUSTED (no blocks for the whole prompt, or too many prompts in the
+    session), UNAVAILABLE (draining, link lost), ABORTED (the decode worker closed the ticket, or a newer attempt came),
+    INVALID_ARGUMENT, DEADLINE_EXCEEDED.
+    """
+    def __init__(
+        self,
+        *,
+        ticket: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        status: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "status", b"status", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillFailed: _TypeAlias = PrefillFailed  # noqa: Y015
+
+@_typing.final
+class PrefillSessionResponse(_message.Message):
+    """PrefillSessionResponse is the next thing that happened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def welcome(self) -> _decode_pb2.SessionWelcome: ...
+    @_builtins.property
+    def accepted(self) -> Global___PrefillAccepted: ...
     @_builtins.property
     def first_token(self) -> Global___FirstToken: ...
     @_builtins.property
     def committed(self) -> Global___PrefillCommitted: ...
+    @_builtins.property
+    def failed(self) -> Global___PrefillFailed: ...
     def __init__(
         self,
         *,
+        welcome: _decode_pb2.SessionWelcome | None = ...,
+        accepted: Global___PrefillAccepted | None = ...,
         first_token: Global___FirstToken | None = ...,
         committed: Global___PrefillCommitted | None = ...,
+        failed: Global___PrefillFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "first_token", b"first_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed", b"committed", "event", b"event", "failed", b"failed", "first_token", b"first_token", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "event", b"event", "first_token", b"first_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed", b"committed", "event", b"event", "failed", b"failed", "first_token", b"first_token", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "committed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["welcome", "accepted", "first_token", "committed", "failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
-Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+Global___PrefillSessionResponse: _TypeAlias = PrefillSessionResponse  # noqa: Y015

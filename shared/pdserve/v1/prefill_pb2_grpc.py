@@ -35,10 +35,10 @@ class PrefillServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_stream(
-                '/pdserve.v1.PrefillService/Prefill',
-                request_serializer=pdserve_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=pdserve_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+        self.PrefillSession = channel.stream_stream(
+                '/pdserve.v1.PrefillService/PrefillSession',
+                request_serializer=pdserve_dot_v1_dot_prefill__pb2.PrefillSessionRequest.SerializeToString,
+                response_deserializer=pdserve_dot_v1_dot_prefill__pb2.PrefillSessionResponse.FromString,
                 _registered_method=True)
 
 
@@ -46,13 +46,9 @@ class PrefillServiceServicer:
     """PrefillService is how a router uses a prefill worker.
     """
 
-    def Prefill(self, request, context):
-        """Prefill computes a prompt, pushes its KV to the decode worker that holds the ticket, and samples the first
-        token. The stream ends once the decode worker has committed; cancelling the call ends the work. Initial metadata
-        comes at once: what this worker tells of its load from then on has this prompt in it.
-
-        Errors: RESOURCE_EXHAUSTED (no blocks for the whole prompt), UNAVAILABLE (draining, link lost), ABORTED (the
-        decode worker closed the ticket).
+    def PrefillSession(self, request_iterator, context):
+        """PrefillSession carries every prompt that one router has on one prefill worker: attempts and cancels up, what becomes
+        of them down, in order for each. All its attempts die with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,10 +57,10 @@ class PrefillServiceServicer:
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=pdserve_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
-                    response_serializer=pdserve_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            'PrefillSession': grpc.stream_stream_rpc_method_handler(
+                    servicer.PrefillSession,
+                    request_deserializer=pdserve_dot_v1_dot_prefill__pb2.PrefillSessionRequest.FromString,
+                    response_serializer=pdserve_dot_v1_dot_prefill__pb2.PrefillSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -79,7 +75,7 @@ class PrefillService:
     """
 
     @staticmethod
-    def Prefill(request,
+    def PrefillSession(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -89,12 +85,12 @@ class PrefillService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/pdserve.v1.PrefillService/Prefill',
-            pdserve_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
-            pdserve_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            '/pdserve.v1.PrefillService/PrefillSession',
+            pdserve_dot_v1_dot_prefill__pb2.PrefillSessionRequest.SerializeToString,
+            pdserve_dot_v1_dot_prefill__pb2.PrefillSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

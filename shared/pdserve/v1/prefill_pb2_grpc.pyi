@@ -33,13 +33,9 @@ class PrefillServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
-    Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Prefill computes a prompt, pushes its KV to the decode worker that holds the ticket, and samples the first
-    token. The stream ends once the decode worker has committed; cancelling the call ends the work. Initial metadata
-    comes at once: what this worker tells of its load from then on has this prompt in it.
-
-    Errors: RESOURCE_EXHAUSTED (no blocks for the whole prompt), UNAVAILABLE (draining, link lost), ABORTED (the
-    decode worker closed the ticket).
+    PrefillSession: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillSessionRequest, _prefill_pb2.PrefillSessionResponse]
+    """PrefillSession carries every prompt that one router has on one prefill worker: attempts and cancels up, what becomes
+    of them down, in order for each. All its attempts die with it.
     """
 
 @_typing.type_check_only
@@ -47,30 +43,22 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     """PrefillService is how a router uses a prefill worker."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Prefill computes a prompt, pushes its KV to the decode worker that holds the ticket, and samples the first
-    token. The stream ends once the decode worker has committed; cancelling the call ends the work. Initial metadata
-    comes at once: what this worker tells of its load from then on has this prompt in it.
-
-    Errors: RESOURCE_EXHAUSTED (no blocks for the whole prompt), UNAVAILABLE (draining, link lost), ABORTED (the
-    decode worker closed the ticket).
+    PrefillSession: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillSessionRequest, _prefill_pb2.PrefillSessionResponse]  # type: ignore[assignment]
+    """PrefillSession carries every prompt that one router has on one prefill worker: attempts and cancels up, what becomes
+    of them down, in order for each. All its attempts die with it.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     """PrefillService is how a router uses a prefill worker."""
 
     @_abc_1.abstractmethod
-    def Prefill(
+    def PrefillSession(
         self,
-        request: _prefill_pb2.PrefillRequest,
+        request_iterator: _MaybeAsyncIterator[_prefill_pb2.PrefillSessionRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """Prefill computes a prompt, pushes its KV to the decode worker that holds the ticket, and samples the first
-        token. The stream ends once the decode worker has committed; cancelling the call ends the work. Initial metadata
-        comes at once: what this worker tells of its load from then on has this prompt in it.
-
-        Errors: RESOURCE_EXHAUSTED (no blocks for the whole prompt), UNAVAILABLE (draining, link lost), ABORTED (the
-        decode worker closed the ticket).
+    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillSessionResponse], _abc.AsyncIterator[_prefill_pb2.PrefillSessionResponse]]:
+        """PrefillSession carries every prompt that one router has on one prefill worker: attempts and cancels up, what becomes
+        of them down, in order for each. All its attempts die with it.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
