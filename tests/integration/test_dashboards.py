@@ -63,6 +63,8 @@ async def traffic(cluster: Cluster, turn: int = 0) -> None:
 async def test_every_query_names_what_exists_and_has_data(tmp_path: Path) -> None:
     async with busy_suite(tmp_path) as cluster:
         await scrape_until(cluster, "prefill-0", lambda found: found["pdserve_kv_transfers_total"] >= 4)
+        # A link is measured once it is idle, which may be later.
+        await scrape_until(cluster, "prefill-0", lambda found: found["pdserve_kv_link_capacity_bytes_per_second"] > 0)
         texts = await asyncio.gather(*(read(url) for url in cluster.metrics.values()))
         assert sorted(cluster.metrics) == ["decode-0", "decode-1", "gateway-0", "prefill-0", "prefix-cache-0", "router"]
     scraped, made = promql.series_of(texts), promql.records()
