@@ -83,7 +83,7 @@ async def code_of(channel: grpc.aio.Channel, path: str) -> grpc.StatusCode:
 async def test_a_stranger_is_refused_on_every_internal_rpc(cluster: Cluster, stranger: str) -> None:
     """Whatever the schemas know, on every internal port: also what is added to them later."""
     methods = internal_methods()
-    assert {"Session", "Prefill", "Drain", "Link", "Store"} <= {method.name for method in methods}
+    assert {"Session", "PrefillSession", "Drain", "Link", "Store"} <= {method.name for method in methods}
     paths = [f"/{method.containing_service.full_name}/{method.name}" for method in methods]
     for name, endpoint in internal(cluster).items():
         async with connect(endpoint, STRANGERS[stranger]) as channel:
