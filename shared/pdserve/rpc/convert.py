@@ -94,6 +94,11 @@ def sampling_from_proto(
     )
 
 
+def _whole(seconds: float | None, units: float) -> int:
+    """Seconds in whole units, so many to a second: 0 for none, 1 for less, and what a field holds for more."""
+    return 0 if seconds is None else min(max(1, round(seconds * units)), 2**63 - 1)
+
+
 def spec_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
     """A sequence for a worker. A deadline that has passed travels as 1 ms, because 0 means none."""
     sampling, stopping = sampling_to_proto(spec.params)
@@ -108,9 +113,9 @@ def spec_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
         logprobs=spec.params.logprobs,
         priority=spec.priority,
         cache_salt=spec.cache_salt,
-        time_remaining_ms=0 if remaining is None else max(1, round(remaining * 1000)),
+        time_remaining_ms=_whole(remaining, 1e3),
         traceparent=spec.traceparent,
-        itl_target_us=0 if spec.itl_target is None else max(1, round(spec.itl_target * 1e6)),
+        itl_target_us=_whole(spec.itl_target, 1e6),
     )
 
 

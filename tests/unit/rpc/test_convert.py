@@ -69,8 +69,16 @@ def test_a_sequence_survives_the_wire(spec: SequenceSpec) -> None:
     assert spec_from_proto(sequence_pb2.SequenceSpec.FromString(wire)) == spec
 
 
+@pytest.mark.parametrize("target, told", [(None, 0), (1e-9, 1), (0.0500004, 50000), (1e35, 2**63 - 1)])
+def test_a_target_may_be_any_number(target: float | None, told: int) -> None:
+    """What a client may state, a worker can be told."""
+    message = spec_to_proto(SequenceSpec("r", (1,), 1, SamplingParams(), itl_target=target))
+    assert message.itl_target_us == told and (spec_from_proto(message).itl_target is None) is (target is None)
+
+
 @pytest.mark.parametrize(
-    "remaining, told", [(None, 0), (-1.0, 1), (0.0, 1), (0.0004, 1), (1.0001, 1000), (1.0006, 1001)]
+    "remaining, told",
+    [(None, 0), (-1.0, 1), (0.0, 1), (0.0004, 1), (1.0001, 1000), (1.0006, 1001), (2.0**64 / 1e3, 2**63 - 1)],
 )
 def test_a_deadline_never_becomes_none(remaining: float | None, told: int) -> None:
     spec = SequenceSpec("r", (1,), 1, SamplingParams(), time_remaining=remaining)
