@@ -13,8 +13,7 @@ The field's rule is that disaggregation counts only against a co-located server 
 
 Each is started once. While one is measured the others stand still (SIGSTOP), so that nothing but it runs. The client is
 `pdserve bench` for all of them: over gRPC for ours, over HTTP for vLLM, which costs ours nothing and vLLM its own API.
-Targets are stated below, before anything is measured, and hold for all; pdserve is told the one for gaps, by which it
-cuts prompts, as the peer is given its best chunk. Goodput of a load is the requests a second
+Targets are stated below, before anything is measured, and hold for all. Goodput of a load is the requests a second
 within both targets at the highest rate that keeps 90% of them there; they take turns load by load.
 
 Interference: 8 streams (128 in, 200 out) with 2,048-token documents back to back from one more client, over the same
@@ -228,7 +227,7 @@ class Contest:
 def ours(name: str, folder: Path, *workers: str) -> Server:
     grpc, http = free_port(), free_port()
     command = [sys.executable, "-m", "pdserve.cli", "serve", "--model", MODEL, *workers]
-    command += ["--port", str(grpc), "--http-port", str(http), "--slo-itl-ms", str(ITL_MS)]
+    command += ["--port", str(grpc), "--http-port", str(http)]
     return Server(name, command, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}/health", folder / f"{name}.log")
 
 
