@@ -86,7 +86,7 @@ class Session:
         # First, because it raises ValueError for a time that is none.
         begin = pb.MultiplexBegin(
             request=exchange.request,
-            time_remaining_ms=0 if timeout is None else min(max(1, round(timeout * 1e3)), 2**63 - 1),
+            time_remaining_ms=0 if timeout is None else max(1, round(timeout * 1e3)),
             traceparent=metadata.get(TRACEPARENT, ""),
             tenant_id=metadata.get(TENANT, ""),
             api_key=exchange.api_key,
