@@ -16,8 +16,6 @@ static inline int omp_get_max_threads(void) { return 1; }
 /* Operands of a head's row, of pairs the last one half empty where parts are odd; tokens of a chunk. */
 enum { OPERANDS = (PARTS + DEEP - 1) / DEEP, SUMS = OPERANDS * DEEP, CHUNK = 64 };
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Some of a sequence's tokens, and its blocks; `keys` are the first head's that is looked at. */
 typedef struct {
   const int64_t *table;

@@ -13,8 +13,6 @@
    that stay in a core's second cache; products that are not worth waking other threads for. */
 enum { VECTORS = 3, TALL = 8, WIDE = VECTORS * LANES, CHUNK_ROWS = 64, FEW_PRODUCTS = 1 << 17 };
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Where the block that begins with output `first` lies. */
 static inline int64_t block_at(int64_t first, int64_t inputs) { return first * ((inputs + DEEP - 1) / DEEP * DEEP); }
 

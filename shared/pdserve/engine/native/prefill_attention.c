@@ -8,14 +8,7 @@
 
 #include <stdlib.h>
 
-#include "vectors.h"
-
-#if BFLOAT16 && defined(__AVX512BF16__)
-#define PAIRS 1
-#include <immintrin.h>
-#else
-#define PAIRS 0
-#endif
+#include "pairs.h"
 
 enum {
   COLUMNS = 64,                       /* keys of a tile */
@@ -23,7 +16,6 @@ enum {
   ROWS = 6,                           /* of the micro-kernel */
   TILE = GROUP < 192 ? 192 / GROUP : 1, /* tokens of a tile of queries */
   QUERIES = (TILE * GROUP + ROWS - 1) / ROWS * ROWS,
-  DEEP = PAIRS ? 2 : 1, /* elements that one lane of the micro-kernel multiplies */
   NARROW = PARTS % 4 == 0 ? 4 : PARTS % 2 == 0 ? 2 : 1,
 };
 
@@ -56,12 +48,9 @@ static inline __attribute__((always_inline)) void multiply(floats *to, int to_st
     UNROLL
     for (int r = 0; r < ROWS; r++) {
 #if PAIRS
-      int pair;
-      memcpy(&pair, a + r * a_stride + 2 * step, sizeof pair);
-      __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
+      operand factor = spread(a + r * a_stride + DEEP * step, DEEP);
       UNROLL
-      for (int j = 0; j < n; j++)
-        sum[r][j] = (floats)_mm512_dpbf16_ps((__m512)sum[r][j], factor, (__m512bh)b[step * b_stride + j]);
+      for (int j = 0; j < n; j++) sum[r][j] = multiply_add(sum[r][j], factor, (operand)b[step * b_stride + j]);
 #else
       float factor = a[r * a_stride + step];
       UNROLL

@@ -113,6 +113,8 @@ static inline floats sums(const floats *v) {
   return LOW8(eight[0], eight[1]) + HIGH8(eight[0], eight[1]);
 }
 
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* A token's row of one head, in the pages that a block table names. */
 static inline const element *row_of(const element *pages, const int64_t *table, int64_t token) {
   return pages + (table[token / BLOCK] * BLOCK + token % BLOCK) * ROW;
