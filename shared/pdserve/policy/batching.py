@@ -31,8 +31,10 @@ def plan_step(work: Sequence[Work], budget: int, speed: Speed | None = None) -> 
     arXiv:2403.02310). By an engine's own `speed` they also stay within what the shortest target of the running answers
     leaves: a budget in tokens alone is too long for a slow machine, and too short for a fast one.
     """
-    answers = [item for item in work if not item.prefill]
     counts = [0 if item.prefill else min(item.pending, 1) for item in work]
+    answers = [item for item in work if not item.prefill]
+    if len(answers) == len(work):
+        return counts
     budget = max(budget - sum(counts), 1)  # prompts go on, if only by a token
     pace = _Pace(answers, speed) if speed is not None and speed.knows_prompts else None
     first = True
