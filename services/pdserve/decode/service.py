@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,12 @@ from typing import Any
 import grpc.aio
 import structlog
 
-from pdserve.core.errors import InvalidRequest, PdserveError, Unavailable
+from pdserve.core.errors import InvalidRequest, Unavailable
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.decode import spans
 from pdserve.decode.hand_offs import HandOffs
 from pdserve.decode.ticket import Ticket
 from pdserve.rpc.convert import end_reason_to_proto, spec_from_proto
-from pdserve.rpc.errors import abort
 from pdserve.rpc.server import Service
 from pdserve.v1 import decode_pb2, decode_pb2_grpc
 from pdserve.worker.front import WorkerFront
@@ -36,7 +36,7 @@ from pdserve.worker.messages import (
     TicketMessage,
     TicketReady,
 )
-from pdserve.worker.router_session import RouterSession, greeted
+from pdserve.worker.router_session import RouterSession, attend
 
 log = structlog.get_logger(__name__)
 
@@ -62,17 +62,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         session = RouterSession()
-        try:
-            self._front.require_open()
-            welcome = await greeted(session, context, decode_pb2.SessionRequest, self._front)
-            session.put(decode_pb2.SessionResponse(welcome=welcome))
+
+        def reading() -> Coroutine[Any, Any, None]:
             self._sessions.add(session)
-            await session.live(context, self._read(session, context))
-        except PdserveError as error:
-            # A session that ends because this worker stops is in order.
-            tell = log.info if self._front.board.draining else log.warning
-            tell("session_failed", router_id=session.router_id, reason=str(error))
-            await abort(context, error)
+            return self._read(session, context)
+
+        kinds = decode_pb2.SessionRequest, decode_pb2.SessionResponse
+        try:
+            await attend(session, context, kinds, self._front, reading)
         finally:
             self._end_session(session)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from pdserve.prefill import spans
 from pdserve.prefill.call import Call, First, accepted_response, committed_response, failed_response, first_response
 from pdserve.rpc.convert import spec_from_proto
 from pdserve.rpc.endpoint import check_endpoint
-from pdserve.rpc.errors import DeadlineExceeded, RpcError, abort
+from pdserve.rpc.errors import DeadlineExceeded, RpcError
 from pdserve.rpc.server import Service
 from pdserve.telemetry import names
 from pdserve.telemetry.logs import log_request
@@ -27,7 +28,7 @@ from pdserve.telemetry.tracing import fail_span, start_span, traceparent_of
 from pdserve.v1 import prefill_pb2, prefill_pb2_grpc
 from pdserve.worker.front import WorkerFront
 from pdserve.worker.messages import CancelTicket, KvCommitted, StartPrefill, StepDone, TicketMessage
-from pdserve.worker.router_session import RouterSession, greeted
+from pdserve.worker.router_session import RouterSession, attend
 
 log = structlog.get_logger(__name__)
 
@@ -59,17 +60,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         session = _Session()
-        try:
-            self._front.require_open()
-            welcome = await greeted(session, context, prefill_pb2.PrefillSessionRequest, self._front)
-            session.put(prefill_pb2.PrefillSessionResponse(welcome=welcome))
+
+        def reading() -> Coroutine[Any, Any, None]:
             self._sessions.add(session)
-            await session.live(context, self._read(session, context))
-        except PdserveError as error:
-            # A session that ends because this worker stops is in order.
-            tell = log.info if self._front.board.draining else log.warning
-            tell("session_failed", router_id=session.router_id, reason=str(error))
-            await abort(context, error)
+            return self._read(session, context)
+
+        kinds = prefill_pb2.PrefillSessionRequest, prefill_pb2.PrefillSessionResponse
+        try:
+            await attend(session, context, kinds, self._front, reading)
         finally:
             await self._end_session(session)
 

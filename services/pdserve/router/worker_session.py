@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
@@ -16,7 +17,7 @@ Command = TypeVar("Command")
 Event = TypeVar("Event")
 
 
-class WorkerSession(Generic[Command, Event]):
+class WorkerSession(ABC, Generic[Command, Event]):
     """One session. Whoever opens it runs `run` until it raises, and must `close` it: that tells everybody in it."""
 
     def __init__(
@@ -60,13 +61,13 @@ class WorkerSession(Generic[Command, Event]):
         self._call.cancel()
         self._lose(reason)
 
+    @abstractmethod
     def _lose(self, reason: str) -> None:
         """Tell everybody whose work was in it; none of it goes on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, event: Event) -> None:
         """Hand an event on to whom it is for; must not wait."""
-        raise NotImplementedError
 
     def _send(self, **command: Any) -> None:
         """Queue a command; never waits."""

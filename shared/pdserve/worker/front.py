@@ -117,6 +117,11 @@ class WorkerFront:
             (kv_pb2_grpc.add_LinkServiceServicer_to_server, self.links, "pdserve.v1.LinkService"),
         ]
 
+    @property
+    def draining(self) -> bool:
+        """Whether it is about to stop."""
+        return self.board.draining
+
     def require_open(self) -> None:
         """Raise Unavailable where no new work is taken: before the start, and once draining."""
         if self.started is None:

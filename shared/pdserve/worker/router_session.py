@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+import structlog
 from google.protobuf.message import Message
 
 from pdserve.core.errors import InvalidRequest, PdserveError
-from pdserve.rpc.errors import RpcError
+from pdserve.rpc.errors import RpcError, abort
 from pdserve.rpc.versions import agree
 from pdserve.rpc.writing import write_whole
 from pdserve.v1 import decode_pb2
+
+log = structlog.get_logger(__name__)
 
 HELLO_DEADLINE = 5.0  # seconds
 # A decode step of 256 sequences is about 15 KB: a router may lag a thousand of them behind.
@@ -30,6 +33,9 @@ class Named(Protocol):
     def worker_id(self) -> str: ...
     @property
     def incarnation(self) -> str: ...
+    @property
+    def draining(self) -> bool: ...
+    def require_open(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +115,29 @@ class RouterSession:
             self.flushed.set()
 
 
-async def greeted(
+async def attend(
+    session: RouterSession,
+    context: grpc.aio.ServicerContext[Any, Any],
+    kinds: tuple[type[Message], type[Message]],
+    worker: Named,
+    reading: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    """One session, from its hello to its end; `kinds` are its messages, the router's and ours. Once it is greeted its
+    commands are `reading`'s."""
+    request, response = kinds
+    try:
+        worker.require_open()
+        welcome = await _greeted(session, context, request, worker)
+        session.put(response(welcome=welcome))
+        await session.live(context, reading())
+    except PdserveError as error:
+        # A session that ends because this worker stops is in order.
+        tell = log.info if worker.draining else log.warning
+        tell("session_failed", router_id=session.router_id, reason=str(error))
+        await abort(context, error)
+
+
+async def _greeted(
     session: RouterSession, context: grpc.aio.ServicerContext[Any, Any], kind: type[Message], worker: Named
 ) -> decode_pb2.SessionWelcome:
     """The answer to the hello that a session begins with; its messages are of that `kind`. Raises InvalidRequest where
