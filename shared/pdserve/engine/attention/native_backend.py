@@ -2,7 +2,7 @@
 
 PyTorch's attention takes each sequence and KV head by itself, at some 4 us, after a copy of scattered pages. Measured
 on one core of an EPYC with AVX512-BF16, SmolLM2's shapes in bfloat16, us a layer (torch, this): decodes of 32 sequences
-with 160 tokens 1,220 and 270, 8 with 1,024 1,800 and 400, 1 with 160 45 and 15; prompts of 1,024 tokens 25,600 and
+with 160 tokens 1,220 and 330, 8 with 1,024 1,800 and 470, 1 with 160 45 and 15; prompts of 1,024 tokens 25,600 and
 11,300, of 2,048 85,300 and 42,800 (float32: 24,400 and 16,600, 87,200 and 65,800).
 """
 
