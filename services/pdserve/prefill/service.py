@@ -153,10 +153,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         finally:
             if deadline is not None:
                 deadline.cancel()
+            self._release(
+                call, committed
+            )  # before anything is waited for: who is cancelled twice would never come to it
             if link is not None:
                 link.cancel()
                 await asyncio.gather(link, return_exceptions=True)
-            self._release(call, committed)
 
     def _deadline(self, call: Call) -> asyncio.TimerHandle | None:
         """The engine keeps the time of what it has; this is for what waits before it, and behind it for the commit."""
