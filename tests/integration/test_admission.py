@@ -14,7 +14,7 @@ from pdserve.client import Client, PromptInfo
 from pdserve.core.errors import InvalidRequest, TenantLimited, TooLate
 from pdserve.launch import ModelPart
 from pdserve.rpc.channel import connect
-from pdserve.rpc.errors import error_from_call
+from pdserve.rpc.errors import PUSHBACK_KEY, error_from_call
 from pdserve.testing import Cluster
 from pdserve.v1 import inference_pb2
 from pdserve.v1.inference_pb2_grpc import InferenceServiceStub
@@ -49,6 +49,17 @@ async def test_what_a_tenant_did_not_use_is_given_back(limited: Cluster) -> None
     assert len((await limited.client.complete(prompt(400), tenant="short", max_tokens=20)).tokens) >= 1
 
 
+async def refused_before_it_began(cluster: Cluster, tenant: str) -> None:
+    """What a client's own gRPC needs to come back by itself: a time, and an answer of trailers alone."""
+    request = inference_pb2.GenerateRequest(model="tiny", text="hi")
+    async with connect(cluster.endpoint) as channel:
+        call = InferenceServiceStub(channel).Generate(request, metadata=(("x-tenant-id", tenant),))
+        assert not await call.initial_metadata()
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailers = dict(await call.trailing_metadata())
+    assert 100 <= int(trailers[PUSHBACK_KEY]) <= 30_000
+
+
 async def test_a_tenant_has_so_many_requests_and_others_have_theirs(limited: Cluster) -> None:
     client, rejected = limited.client, REJECTED.format("tenant_requests")
     before = (await scrape(limited, "router"))[rejected]
@@ -60,9 +71,10 @@ async def test_a_tenant_has_so_many_requests_and_others_have_theirs(limited: Clu
         with pytest.raises(TenantLimited, match="the tenant has 2 requests here already") as caught:
             await client.complete("hi", tenant="busy", max_tokens=1)
         assert caught.value.retry_after is not None and 0.1 <= caught.value.retry_after <= 30
+        await refused_before_it_began(limited, "busy")
         for tenant in ("other", ""):
             assert len((await client.complete("hi", tenant=tenant, max_tokens=2, ignore_eos=True)).tokens) == 2
-    assert (await scrape(limited, "router"))[rejected] == before + 1
+    assert (await scrape(limited, "router"))[rejected] == before + 2
     async with Client(limited.endpoint) as patient:  # the router hears a moment later that they were left
         await patient.complete("hi", tenant="busy", max_tokens=1)
 

@@ -1,13 +1,16 @@
 """Errors on the wire: pdserve's types to google.rpc.Status and back.
 
 Every refusal carries ErrorInfo (a reason in UPPER_SNAKE, domain ``pdserve``); an invalid request also carries the
-field's path as a BadRequest violation, and no capacity carries RetryInfo where the time is known. The client's side
+field's path as a BadRequest violation, and no capacity carries RetryInfo where the time is known. The same time goes
+along as gRPC's own hint, which a client with a retry policy in its service config keeps to by itself. The client's side
 rebuilds the same type from it, so that callers on both ends handle one set of exceptions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
 
 import grpc
@@ -16,7 +19,6 @@ from google.protobuf.any_pb2 import Any as AnyProto
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2  # type: ignore[import-untyped, unused-ignore]
 from google.rpc.status_pb2 import Status  # type: ignore[import-untyped, unused-ignore]
-from grpc_status import rpc_status
 
 from pdserve.core.errors import (
     ConfigError,
@@ -37,6 +39,7 @@ from pdserve.core.errors import (
 
 DOMAIN = "pdserve"
 DETAILS_KEY = "grpc-status-details-bin"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # Trailers are limited to 8 KiB by default and hold the message up to three times, percent-encoded once.
 _MAX_MESSAGE = 600
 
@@ -110,10 +113,31 @@ class Abortable(Protocol):
     async def abort_with_status(self, status: grpc.Status, /) -> NoReturn: ...
 
 
+@dataclass(frozen=True)
+class _Ending(grpc.Status):
+    """What grpc ends a call with."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
+
+
 async def abort(context: Abortable, error: PdserveError) -> NoReturn:
     """End the call with `error`. Never returns: grpc raises its own exception, which the handler must let pass."""
-    await context.abort_with_status(cast("grpc.Status", rpc_status.to_status(to_status(error))))
+    status = to_status(error)
+    trailers = ((DETAILS_KEY, status.SerializeToString()), *_pushback(error))
+    await context.abort_with_status(_Ending(status_code(error), status.message, trailers))
     raise AssertionError("abort_with_status returned")
+
+
+def _pushback(error: PdserveError) -> tuple[tuple[str, str], ...]:
+    """When a client's gRPC may try again: after so many milliseconds, or not at all where room may never come.
+    https://github.com/grpc/proposal/blob/master/A6-client-retries.md#pushback"""
+    if not isinstance(error, NoCapacity | Unavailable):
+        return ()
+    if error.retry_after is not None:
+        return ((PUSHBACK_KEY, str(max(0, math.ceil(error.retry_after * 1e3)))),)
+    return ((PUSHBACK_KEY, "-1"),) if isinstance(error, NoCapacity) else ()
 
 
 def error_from_call(error: grpc.RpcError) -> PdserveError:

@@ -35,8 +35,10 @@ class InferenceServiceStub:
     UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as it may have) or
     TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest that
     names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying
-    again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on behind
-    them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
+    again. The trailer `grpc-retry-pushback-ms` says the same to clients whose service config has a retry policy: their gRPC
+    comes back by itself, then, and not at all where no time is known. Where tokens were shown before a call failed with
+    UNAVAILABLE (its router died, say), any router goes on behind them: see `resume`. Without it the answer starts over; the
+    same seed makes the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
@@ -108,8 +110,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as it may have) or
     TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest that
     names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying
-    again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on behind
-    them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
+    again. The trailer `grpc-retry-pushback-ms` says the same to clients whose service config has a retry policy: their gRPC
+    comes back by itself, then, and not at all where no time is known. Where tokens were shown before a call failed with
+    UNAVAILABLE (its router died, say), any router goes on behind them: see `resume`. Without it the answer starts over; the
+    same seed makes the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds
@@ -177,8 +181,10 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     UNKNOWN_MODEL, UNAVAILABLE, NO_CAPACITY (the fleet is full), TENANT_LIMIT (who asks has as much as it may have) or
     TOO_LATE (it would miss what it asked for, for what is ahead of it). INVALID_ARGUMENT adds a BadRequest that
     names the field by its path ("sampling.top_p"), RESOURCE_EXHAUSTED a RetryInfo that says how long to wait before trying
-    again. Where tokens were shown before a call failed with UNAVAILABLE (its router died, say), any router goes on behind
-    them: see `resume`. Without it the answer starts over; the same seed makes the same answer.
+    again. The trailer `grpc-retry-pushback-ms` says the same to clients whose service config has a retry policy: their gRPC
+    comes back by itself, then, and not at all where no time is known. Where tokens were shown before a call failed with
+    UNAVAILABLE (its router died, say), any router goes on behind them: see `resume`. Without it the answer starts over; the
+    same seed makes the same answer.
 
     The gRPC deadline is the request's own: what is still waiting or running then ends with DEADLINE_EXCEEDED, or, where
     no worker had room in time, with RESOURCE_EXHAUSTED just before it. Without one, the router's --max-request-seconds

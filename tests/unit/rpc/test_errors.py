@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -30,8 +32,11 @@ from pdserve.v1 import inference_pb2, inference_pb2_grpc
 class Failing(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self) -> None:
         self.error: PdserveError = PdserveError()
+        self.calls: list[float] = []
+        """When each came, in seconds of the loop's clock."""
 
     async def ListModels(self, request: Any, context: Any) -> inference_pb2.ListModelsResponse:
+        self.calls.append(asyncio.get_running_loop().time())
         await abort(context, self.error)
 
 
@@ -103,3 +108,43 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
     async with Client("127.0.0.1:1", retry=NO_RETRIES) as client:
         with pytest.raises(Unavailable):
             await client.models()
+
+
+# A client's own gRPC, told by a service config to try again when there is no room; its own guess would be far longer.
+RETRYING = {
+    "methodConfig": [
+        {
+            "name": [{"service": "pdserve.v1.InferenceService"}],
+            "retryPolicy": {
+                "maxAttempts": 2,
+                "initialBackoff": "600s",
+                "maxBackoff": "600s",
+                "backoffMultiplier": 1,
+                "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
+            },
+        }
+    ]
+}
+
+
+@pytest.mark.parametrize("retry_after, calls", [(0.2, 2), (None, 1)], ids=["a time", "no time"])
+async def test_a_client_with_a_retry_policy_comes_back_by_itself(retry_after: float | None, calls: int) -> None:
+    """When the refusal says, and not at all where it says nothing: what is too large comes out the same each time."""
+    server, service = grpc.aio.server(), Failing()  # type: ignore[abstract]
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    service.error = NoCapacity("full", retry_after)
+    options = [("grpc.service_config", json.dumps(RETRYING))]
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await inference_pb2_grpc.InferenceServiceStub(channel).ListModels(
+                    inference_pb2.ListModelsRequest(), timeout=60.0
+                )
+    finally:
+        await server.stop(0)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert len(service.calls) == calls
+    if retry_after is not None:
+        assert service.calls[1] - service.calls[0] > retry_after - 0.01  # some timers end a little early
