@@ -69,7 +69,8 @@ class SimLink(Link):
     def close(self, reason: str) -> None:
         super().close(reason)
         self.engine.world.links.pop(self.name, None)
-        self.engine.later(self._quiet)
+        if not self._copying:
+            self.engine.later(self._quiet)
 
     def pump(self) -> None:
         try:
@@ -161,6 +162,8 @@ class SimLink(Link):
             with self._common.lock:
                 incoming.landing.accept(announce.number, layers.start, len(layers), tokens.start, len(tokens))
                 self._common.incoming.leave(incoming)
+        if self.closed:  # the frame was read from the ring up to here, which is another link's from now on
+            self._quiet()
         self.pump()
 
     def _land(self, announce: Announce, frame: torch.Tensor) -> None:
