@@ -3,12 +3,12 @@ are, how fast the queue moves."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pdserve.router.assignment import Assignment
 
-REMEMBERED = 1 << 16
+REMEMBERED = 1 << 15  # conversations, some 100 bytes each
 _EWMA = 0.2
 _ANSWERS = 0.02  # weight of the newest answer
 _RETRY_MIN, _RETRY_MAX = 0.1, 30.0  # seconds, bounds of what RetryInfo says
@@ -16,25 +16,35 @@ _RETRY_MIN, _RETRY_MAX = 0.1, 30.0  # seconds, bounds of what RetryInfo says
 
 class Conversations:
     """The workers that had each conversation last, the latest conversations only. A hint between equals: what decides
-    is where their KV is."""
+    is where their KV is.
+
+    They are kept in two generations, of which the older one goes as a whole: from `size` / 2 to `size` are remembered.
+    Names are kept as their hashes: two that share one would share a hint.
+    """
 
     def __init__(self, size: int = REMEMBERED) -> None:
         self._size = size
-        self._near: OrderedDict[str, frozenset[str]] = OrderedDict()
+        self._young: dict[int, frozenset[str]] = {}
+        self._old: dict[int, frozenset[str]] = {}
 
     def near(self, session: str) -> frozenset[str]:
         """Ids of the workers; empty for an unknown conversation, and for a request that names none."""
-        return self._near.get(session, frozenset())
+        key = hash(session)
+        return self._young.get(key) or self._old.get(key, frozenset())
 
     def note(self, session: str, assignment: Assignment) -> None:
         """Its latest turn goes there."""
         if not session:
             return
-        workers = (assignment.prefill, assignment.decode)
-        self._near[session] = frozenset(worker.worker_id for worker in workers if worker is not None)
-        self._near.move_to_end(session)
-        while len(self._near) > self._size:
-            self._near.popitem(last=False)
+        if len(self._young) >= self._size // 2:
+            self._young, self._old = {}, self._young
+        prefill, decode = assignment.prefill, assignment.decode
+        self._young[hash(session)] = _together(prefill and prefill.worker_id, decode and decode.worker_id)
+
+
+@lru_cache(maxsize=4096)  # conversations of one pair share it
+def _together(*workers: str | None) -> frozenset[str]:
+    return frozenset(worker for worker in workers if worker is not None)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,8 @@ from pdserve.router.token_bytes import TokenBytes
 
 # About a millisecond of tokenizing; above it a thread does it (tokenizers lets go of the GIL).
 LONG_TEXT = 4096
+# Words whose tokens are kept. By itself a tokenizer keeps 10,000, some 3 kB each where they are long and make no sense.
+CACHED_WORDS = 2048
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -29,6 +31,8 @@ class TextCodec:
     def __init__(self, tokenizer: Tokenizer, template: str | None, special_tokens: Mapping[str, str]) -> None:
         tokenizer.no_truncation()  # both can be left behind in tokenizer.json by training code
         tokenizer.no_padding()
+        if (resize := getattr(tokenizer.model, "_resize_cache", None)) is not None:
+            resize(CACHED_WORDS)
         self.tokenizer = tokenizer
         self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import random
+import string
 import traceback
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError, InvalidRequest, ModelError, UnknownModel
 from pdserve.router.models import load_model, load_models, sampling_defaults
-from pdserve.router.tokenization import LONG_TEXT, TextCodec
+from pdserve.router.tokenization import CACHED_WORDS, LONG_TEXT, TextCodec
 from tests.tiny_models import write_tiny_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -142,3 +145,46 @@ def test_models_are_named_by_option_or_folder(folder: Path) -> None:
         models.get("")
     with pytest.raises(ConfigError, match="two models"):
         load_models([str(folder), str(folder)], Path)
+
+
+class MallocInfo(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def allocated() -> int:
+    """Bytes that this process' C and Rust code has."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        pytest.skip("not glibc, or an old one")
+    mallinfo.restype = MallocInfo
+    return int(mallinfo().uordblks)
+
+
+def test_words_that_make_no_sense_do_not_fill_memory(folder: Path) -> None:
+    """A tokenizer keeps the tokens of words that it has seen; here, of so many and no more."""
+    codec, chance = TextCodec.load(folder), random.Random(1)
+
+    def encode(count: int) -> None:
+        for _ in range(count):
+            codec.tokenizer.encode("".join(chance.choices(string.ascii_lowercase, k=200)))
+
+    encode(CACHED_WORDS)
+    before = allocated()
+    encode(2000)
+    assert allocated() - before < 1 << 20
