@@ -13,11 +13,13 @@ The field's rule is that disaggregation counts only against a co-located server 
 
 Each is started once. While one is measured the others stand still (SIGSTOP), so that nothing but it runs. The client is
 `pdserve bench` for all of them: over gRPC for ours, over HTTP for vLLM, which costs ours nothing and vLLM its own API.
-Targets are stated below, before anything is measured, and hold for all. Goodput of a load is the requests a second
+Targets are stated below, before anything is measured, and hold for all; C and D, which can be told, are told (`pdserve
+serve --slo-ttft-ms --slo-itl-ms`). Goodput of a load is the requests a second
 within both targets at the highest rate that keeps 90% of them there; they take turns load by load.
 
 Interference: 8 streams (128 in, 200 out) with 2,048-token documents back to back from one more client, over the same
-streams without: `interference_p99_ratio` of their ITL p99 (C), and of A for comparison.
+streams without: `interference_p99_ratio` of their ITL p99, and of A for comparison. It is measured of a C that is told
+no targets: a target is also a permission to come near it.
 
 The last line is one JSON object; `runs` in it are all results, lost ones included.
 """
@@ -43,6 +45,7 @@ from typing import Any, Self
 
 MODEL = "smollm2-135m-instruct"
 TTFT_MS, ITL_MS = 5000.0, 200.0
+TOLD = ["--slo-ttft-ms", str(TTFT_MS), "--slo-itl-ms", str(ITL_MS)]
 CHUNKS = (256, 512, 2048)
 LOADS = {
     "chat": ["--mix", "100% 128/64"],
@@ -224,9 +227,9 @@ class Contest:
         return run
 
 
-def ours(name: str, folder: Path, *workers: str) -> Server:
+def ours(name: str, folder: Path, *options: str) -> Server:
     grpc, http = free_port(), free_port()
-    command = [sys.executable, "-m", "pdserve.cli", "serve", "--model", MODEL, *workers]
+    command = [sys.executable, "-m", "pdserve.cli", "serve", "--model", MODEL, *options]
     command += ["--port", str(grpc), "--http-port", str(http)]
     return Server(name, command, f"127.0.0.1:{grpc}", f"http://127.0.0.1:{http}/health", folder / f"{name}.log")
 
@@ -262,19 +265,20 @@ def best_peer(venv: Path, model: Path, chunks: list[int], folder: Path, quick: b
     return theirs(venv, model, max(found, key=lambda chunk: found[chunk]), folder)
 
 
-def compare(contest: Contest, loads: list[str], pair: Server, peer: Server, split: Server, whole: Server) -> Json:
-    """Everything, in turns; what is over soonest goes first."""
-    servers = {"A": peer, "C": split, "D": whole}
+def compare(
+    contest: Contest, loads: list[str], pair: Server | None, untold: Server, servers: dict[str, Server]
+) -> Json:
+    """Everything, in turns; what is over soonest goes first. `servers` are A, C and D."""
     tokens = {name: contest.throughput(server) for name, server in servers.items()}
-    ratio, longest = contest.interference(split)
-    peer_ratio, peer_longest = contest.interference(peer)
+    ratio, longest = contest.interference(untold)
+    peer_ratio, peer_longest = contest.interference(servers["A"])
     goodputs = {load: {name: contest.goodput(server, load) for name, server in servers.items()} for load in loads}
-    if "mixed" in goodputs:
+    if pair is not None and "mixed" in goodputs:
         goodputs["mixed"]["B"] = contest.goodput(pair, "mixed")
 
     def over(load: str, ours: str, theirs: str = "A") -> float | None:
         found = goodputs.get(load)
-        return round(found[ours] / found[theirs], 3) if found and found[theirs] else None
+        return round(found[ours] / found[theirs], 3) if found and found.get(theirs) else None
 
     return {
         "goodput": goodputs,
@@ -299,6 +303,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, required=True, help="where scripts/peer.py has installed vLLM")
     parser.add_argument("--loads", nargs="+", choices=tuple(LOADS), help="default: all; QUICK=1: mixed and chat")
     parser.add_argument("--chunks", nargs="+", type=int, help="of the peer, to sweep; one alone is not swept")
+    parser.add_argument("--no-pair", action="store_true", help="leave B out")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "pdserve-peer")
     args = parser.parse_args()
     quick = bool(os.environ.get("QUICK"))
@@ -312,12 +317,20 @@ def main() -> None:
     cores, runs = os.cpu_count() or 1, []  # type: int, list[Json]
     chunks = args.chunks or (QUICK_CHUNKS if quick else CHUNKS)
     peer = best_peer(args.venv, model, list(chunks), args.logs, quick, runs)
-    split = ours("C", args.logs, "--prefill", "1", "--decode", "1")
-    whole = ours("D", args.logs, "--colocated", "1", "--threads", str(cores))
-    pair = their_pair(args.venv, model, args.logs)
-    with peer, pair, split, whole:
-        contest = Contest([peer, pair, split, whole], model, quick)
-        figures = compare(contest, list(args.loads or (QUICK_LOADS if quick else LOADS)), pair, peer, split, whole)
+    split = ["--prefill", "1", "--decode", "1"]
+    servers = {
+        "A": peer,
+        "C": ours("C", args.logs, *split, *TOLD),
+        "D": ours("D", args.logs, "--colocated", "1", "--threads", str(cores), *TOLD),
+    }
+    untold = ours("C without targets", args.logs, *split)
+    pair = None if args.no_pair else their_pair(args.venv, model, args.logs)
+    everyone = [*servers.values(), untold, *([pair] if pair else [])]
+    with contextlib.ExitStack() as running:
+        for server in everyone:
+            running.enter_context(server)
+        contest = Contest(everyone, model, quick)
+        figures = compare(contest, list(args.loads or (QUICK_LOADS if quick else LOADS)), pair, untold, servers)
         runs += contest.runs
     facts = {"benchmark": "peer", "cores": cores, "peer": peer.name, "slo": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS}}
     print(json.dumps({**facts, **figures, "runs": runs}))

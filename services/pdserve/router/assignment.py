@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.policy.fleet import FleetView, PlacementRequest
+from pdserve.policy.fleet import FleetView, PlacementRequest, Target
 from pdserve.policy.routing import Decision, Kind
 from pdserve.router.fleet import Fleet
 from pdserve.router.ledger import Entry, Work
@@ -53,6 +53,7 @@ def assign(fleet: Fleet, view: FleetView, decision: Decision, request: Placement
                 prefill_tokens=request.tokens - held if computes else 0,
                 prefill_squares=request.tokens**2 - held**2 if computes else 0,
                 blocks=request.blocks(known, decoding=decoding),
+                bounded=Target.ITL in request.stated,
             )
         )
         if decoding:

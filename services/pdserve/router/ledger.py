@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a sequence is for one worker: its `tokens`, the prompt tokens to compute and their squares (see
-    policy.estimate), and the blocks that it takes."""
+    policy.estimate), the blocks that it takes, and whether somebody asked for its gaps to be `bounded`."""
 
     tokens: int
     prefill_tokens: int = 0
     prefill_squares: int = 0
     blocks: int = 0
+    bounded: bool = False
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Ledger:
     in_flight_squares: int = 0
     in_flight_blocks: int = 0
     sequences: int = 0
+    bounded: int = 0
     placed: int = 0
     _settled: list[Entry] = field(default_factory=list)
 
@@ -39,6 +41,7 @@ class Ledger:
         """Account for a sequence that is about to be sent. The caller must close the entry."""
         self.outstanding_tokens += work.tokens
         self.sequences += 1
+        self.bounded += work.bounded
         self.placed += 1
         self._fly(work, 1)
         return Entry(self, work)
@@ -93,4 +96,5 @@ class Entry:
         self.land()
         self._ledger.outstanding_tokens -= self._work.tokens
         self._ledger.sequences -= 1
+        self._ledger.bounded -= self._work.bounded
         self._ledger.on_change()

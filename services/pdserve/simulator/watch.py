@@ -90,6 +90,7 @@ class Watch:
             connected=worker.worker_id not in self.down,
             placed=self.placed[worker.worker_id],
             reported_sequences=len(worker.jobs),
+            reported_bounded=len(worker.jobs) if worker.itl_target is not None else 0,
             reported_prefill_tokens=worker.backlog,
             reported_prefill_squares=worker.backlog_squares,
             reported_owned_blocks=worker.pool.num_owned,

@@ -58,7 +58,8 @@ class Worker:
         self.backlog = self.backlog_squares = 0  # prompt tokens that wait to be computed
         self.estimate = SpeedEstimate()
         self._cost, self._speed, self._schedule = cost, speed, schedule
-        self._itl_target = itl_target
+        self.itl_target = itl_target
+        self._joined = False  # answers that were begun elsewhere
         self._prefilled, self._finished, self._preempted, self._changed = prefilled, finished, preempted, changed
         self._step = 0  # the number of the step or run under way; an event of another number is stale
         self._busy = False
@@ -84,6 +85,7 @@ class Worker:
         held = len(hits) * size
         job = Job(request, given, given, held, hits + self.pool.allocate(fresh), len(hits), decodes)
         self.jobs[request.number] = job
+        self._joined |= awaits_kv
         if not awaits_kv:
             job.fetching = max(0, min(fetches, (given - 1) // size * size) - held)
             self._await(held + job.fetching, given)
@@ -165,9 +167,10 @@ class Worker:
         if self.limits.whole_prompts:
             batch, answers = self._whole(prompts), []
         else:
-            work = [Work(1, False, job.computed, self._itl_target) for job in answers]
+            work = [Work(1, False, job.computed, self.itl_target) for job in answers]
             work += [Work(job.goal - job.computed, True, job.computed) for job in prompts]
-            counts = plan_step(work, self.limits.max_num_batched_tokens, self.estimate.speed)[len(answers) :]
+            joining = self.itl_target if self._joined else None
+            counts = plan_step(work, self.limits.max_num_batched_tokens, self.estimate.speed, joining)[len(answers) :]
             batch = [(job, count) for job, count in zip(prompts, counts, strict=True) if count]
         chunks: list[Chunk] = [(job.computed, count) for job, count in batch]
         for job, _ in batch:

@@ -174,6 +174,7 @@ class Engine:
             waiting=len(scheduler) - len(scheduler.running),
             pending_prefill_tokens=sum(count for _, count in prefill),
             pending_prefill_squares=squares(prefill),
+            bounded=sum(sequence.spec.itl_target is not None for sequence in scheduler),
             speed=self._speed.speed,
             steps=self.steps,
             preemptions=scheduler.preemptions,

@@ -70,4 +70,5 @@ class Load(msgspec.Struct, frozen=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     pending_prefill_squares: int = 0
+    bounded: int = 0
     speed: Speed = UNKNOWN

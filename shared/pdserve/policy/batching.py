@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pdserve.policy.estimate import Speed
 
 SHARE = 0.9  # of a target is what a step is planned to take: no two steps take the same
+JOINING = 0.5  # and of that, where answers join that were begun elsewhere: they wait out one step, and sit in the next
 LEAST = 32  # tokens that the first prompt goes on by in any case: shorter steps read the weights for too little
 
 
@@ -23,20 +24,21 @@ class Work(NamedTuple):
     target: float | None = None
 
 
-def plan_step(work: Sequence[Work], budget: int, speed: Speed | None = None) -> list[int]:
+def plan_step(work: Sequence[Work], budget: int, speed: Speed | None = None, joining: float | None = None) -> list[int]:
     """Tokens to compute for each of `work`, in its order.
 
     Running answers get one token each in every step, so that neither a prompt nor a small budget stalls a stream;
     prompts share what they leave of `budget`, in order, the first as much as fits (chunked prefill, Sarathi-Serve,
     arXiv:2403.02310). By an engine's own `speed` they also stay within what the shortest target of the running answers
-    leaves: a budget in tokens alone is too long for a slow machine, and too short for a fast one.
+    leaves: a budget in tokens alone is too long for a slow machine, and too short for a fast one. `joining` is the
+    target, in seconds, of answers that come from elsewhere at any moment; None: none do, or nobody asked.
     """
     counts = [0 if item.prefill else min(item.pending, 1) for item in work]
     answers = [item for item in work if not item.prefill]
     if len(answers) == len(work):
         return counts
     budget = max(budget - sum(counts), 1)  # prompts go on, if only by a token
-    pace = _Pace(answers, speed) if speed is not None and speed.knows_prompts else None
+    pace = _Pace(answers, speed, joining) if speed is not None and speed.knows_prompts else None
     first = True
     for index, item in enumerate(work):
         if item.prefill and budget > 0:
@@ -49,10 +51,11 @@ def plan_step(work: Sequence[Work], budget: int, speed: Speed | None = None) -> 
 
 
 class _Pace:
-    """The seconds that running answers leave for prompts in a step; unbounded where none has a target."""
+    """The seconds that answers leave for prompts in a step; unbounded where none has a target."""
 
-    def __init__(self, answers: Sequence[Work], speed: Speed) -> None:
+    def __init__(self, answers: Sequence[Work], speed: Speed, joining: float | None) -> None:
         targets = [item.target for item in answers if item.target is not None]
+        targets += [] if joining is None else [JOINING * joining]
         context = sum([item.before for item in answers])
         self._speed = speed
         self._left = SHARE * min(targets) - speed.decode_seconds(len(answers), context) if targets else math.inf

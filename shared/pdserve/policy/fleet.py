@@ -55,8 +55,9 @@ class WorkerView:
     cannot know of yet, is counted beside it: `in_flight_blocks`, and of prompts that have to be computed
     `prefill_tokens` and `prefill_squares`. `outstanding_tokens` are those of sequences that this router sent and has
     not seen the end of. The `reported_` figures count every router's work. `claimed` ones wait in this router until
-    the worker takes more. `squares` are of tokens that wait to be computed, as in `policy.estimate`. `links` are the
-    worker's KV links that are up, by the peer's worker id. `node` is the machine's name.
+    the worker takes more. `bounded` sequences are those whose gaps somebody asked to be bounded. `squares` are of
+    tokens that wait to be computed, as in `policy.estimate`. `links` are the worker's KV links that are up, by the
+    peer's worker id. `node` is the machine's name.
     """
 
     worker_id: str
@@ -75,9 +76,11 @@ class WorkerView:
     prefill_tokens: int = 0
     prefill_squares: int = 0
     sequences: int = 0
+    bounded: int = 0
     # How many sequences this router has sent here so far: the last tie-break, so that equals take turns.
     placed: int = 0
     reported_sequences: int = 0
+    reported_bounded: int = 0
     reported_prefill_tokens: int = 0
     reported_prefill_squares: int = 0
     reported_owned_blocks: int = 0
@@ -91,6 +94,7 @@ class WorkerView:
     usable: bool = field(init=False, compare=False)
     room: int = field(init=False, compare=False)
     answers: int = field(init=False, compare=False)
+    unbounded: int = field(init=False, compare=False)
     prefill_backlog: int = field(init=False, compare=False)
     accepts_prompt: bool = field(init=False, compare=False)
     load: int = field(init=False, compare=False)
@@ -99,16 +103,18 @@ class WorkerView:
 
     def __post_init__(self) -> None:
         """`room` are the blocks that a new sequence may count on; `answers` the sequences that are here, or will be
-        soon; `prefill_backlog` the prompt tokens that wait to be computed, whoever sent them. A worker with a step's
-        worth of prompts `accepts_prompt` no more: later ones are decided later, with newer views. `load` are the tokens
-        that it has to do with: its backlog, or for a decode worker all that its sequences hold. What is `queued` waits
-        to be computed here, or in the router for it."""
+        soon, and `unbounded` those of them that nobody asked gaps for; `prefill_backlog` the prompt tokens that wait to
+        be computed, whoever sent them. A worker with a step's worth of prompts `accepts_prompt` no more: later ones are
+        decided later, with newer views. `load` are the tokens that it has to do with: its backlog, or for a decode
+        worker all that its sequences hold. What is `queued` waits to be computed here, or in the router for it."""
         backlog = self.prefill_tokens + self.reported_prefill_tokens
         held = max(self.outstanding_tokens, self.reported_owned_blocks * self.layout.block_size)
         derive = object.__setattr__  # it is frozen for everybody else
         derive(self, "usable", self.connected and not self.draining)
         derive(self, "room", self.available_blocks - self.in_flight_blocks)
         derive(self, "answers", max(self.sequences, self.reported_sequences))
+        unbounded = max(self.sequences - self.bounded, self.reported_sequences - self.reported_bounded)
+        derive(self, "unbounded", unbounded)
         derive(self, "prefill_backlog", backlog)
         derive(self, "accepts_prompt", backlog < max(1, self.max_num_batched_tokens))
         derive(self, "load", backlog if self.role is Role.PREFILL else held)

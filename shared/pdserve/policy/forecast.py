@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pdserve.policy.disaggregation import Rules, holds_prompt, prefill_places
 from pdserve.policy.fleet import FleetView, PlacementRequest, Role, WorkerView
 from pdserve.policy.options import shortlist
-from pdserve.policy.predict import HANDOFF, gap_after, prompt_time, transfer_tail
+from pdserve.policy.predict import HANDOFF, gap_after, prompt_time, stretch, transfer_tail
 
 _TINY = 1e-9  # seconds that anything takes at least
 
@@ -53,7 +53,7 @@ class Forecast:
         may compute the prompt has said how fast it is, or none is up."""
         computing, near, share = self._computing()
         places = [self._place(worker, share) for worker in computing]
-        alone = [self._place(worker, 0.0) for worker in near]
+        alone = [self._place(worker, 0.0, self._beside(worker) or 1.0) for worker in near]
         if not places and not alone:
             return None
         ready = self._room()
@@ -93,19 +93,27 @@ class Forecast:
         if places.remote:
             some, count = self._some(view.prefill)
             if places.local:  # as long as nobody is disturbed by it
-                idle = [worker for worker in decodes if not worker.answers and worker.speed.knows_answers]
-                near += idle[self._ahead.count :]
+                able = [worker for worker in decodes if worker.speed.knows_answers and self._beside(worker)]
+                near += able[self._ahead.count :]
         elif places.local:
             some, count = decodes, self._decode_count
         return self._known(some), self._known(near), len(some) / count if count else 0.0
 
-    def _place(self, worker: WorkerView, share: float) -> _Place:
-        """`share` is the sample's part of what waits in the router."""
+    def _beside(self, worker: WorkerView) -> float | None:
+        """How many times as long the prompt takes on the decode worker `worker` beside its answers; None: they would
+        feel it."""
+        if not worker.answers:
+            return 1.0
+        gap = self._view.answer_speed(worker).decode_seconds(worker.answers, worker.load)
+        return stretch(worker, self._request, gap)
+
+    def _place(self, worker: WorkerView, share: float, longer: float = 1.0) -> _Place:
+        """`share` is the sample's part of what waits in the router; the prompt takes `longer` times its computing."""
         request, speed, held = self._request, self._view.prompt_speed(worker), self._request.held_tokens(worker)
         time = prompt_time(worker, request, speed, held)
         tokens, squares = round(share * self._ahead.tokens), round(share * self._ahead.squares)
         ahead = speed.prompt_seconds(tokens, squares, worker.max_num_batched_tokens)
-        return _Place(time.queue, ahead, time.compute + self._tail(worker, time.compute))
+        return _Place(time.queue, ahead, longer * time.compute + self._tail(worker, time.compute))
 
     def _tail(self, worker: WorkerView, compute: float) -> float:
         """What of the transfer shows. A link that was not measured counts as fast: nobody is refused for a guess."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from pdserve.policy.batching import SHARE
 from pdserve.policy.disaggregation import Local, Places, Protect, Rules, holds_prompt
-from pdserve.policy.fleet import FleetView, PlacementRequest, Target, WorkerView
+from pdserve.policy.fleet import FleetView, PlacementRequest, WorkerView
 from pdserve.policy.predict import (
     PromptTime,
     compute_seconds,
@@ -18,6 +17,7 @@ from pdserve.policy.predict import (
     leveled,
     leveled_time,
     link_seconds,
+    stretch,
     transfer_tail,
 )
 from pdserve.policy.reservation import fits
@@ -240,22 +240,27 @@ class Judge:
 
     def local(self, decode: DecodeOption, why: Local) -> Option:
         """The decode worker does both. What its running answers lose by it counts where prefill workers are there to
-        spare them (Local.CONDITIONAL): each waits for this prompt's computing, and so would the next."""
+        spare them (Local.CONDITIONAL): each waits for this prompt's computing, and so would the next. Among places that
+        keep the targets they are spared; but where every answer has a target for its gaps and keeps it, this prompt
+        is not late for their sake."""
         worker, request, held = decode.worker, self._request, decode.held
         time, even = _prompt_times(worker, request, self._view, held)
         gap, even_gap = self._gaps(worker, time.total)
-        harm, longest = 0.0, gap
+        harm = felt = 0.0
+        longest = gap
         if why is Local.CONDITIONAL:
             fastest = compute_seconds(worker, request, self._view.assumed.prompts, held)
-            harm = leveled(time.compute, fastest) * (worker.answers + 1)
-            chunks = math.ceil((request.tokens - held) / max(1, worker.max_num_batched_tokens))
-            longest = gap + time.compute / chunks if worker.answers else gap
-            limit = SHARE * request.targets.itl
-            if Target.ITL in request.stated and gap < limit < longest:  # it takes smaller chunks, beside its answers
-                stretch, longest = limit / (limit - gap), limit
-                time, even = PromptTime(time.queue, time.compute * stretch), even * stretch
+            harm = felt = leveled(time.compute, fastest) * (worker.answers + 1)
+            longer = stretch(worker, request, gap)
+            if longer is not None:
+                felt = 0.0
+                if worker.answers:
+                    time, even = PromptTime(time.queue, time.compute * longer), even * longer
+            elif worker.answers:
+                chunks = math.ceil((request.tokens - held) / max(1, worker.max_num_batched_tokens))
+                longest = gap + time.compute / chunks
         cost = (even + harm) / self.ttft + even_gap / self.itl
-        late, slow = self._misses(time.total + harm, max(gap, longest))
+        late, slow = self._misses(time.total + felt, longest)
         facts = time.queue, time.compute, 0.0, gap, late, slow, cost, worker.accepts_prompt, decode.tight, held, held
         measured = worker.speed.knows_prompts and worker.speed.knows_answers
         return Option(None, worker.worker_id, *facts, why, measured)

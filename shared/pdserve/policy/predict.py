@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pdserve.policy.batching import JOINING, SHARE
 from pdserve.policy.estimate import Speed
-from pdserve.policy.fleet import PlacementRequest, WorkerView
+from pdserve.policy.fleet import PlacementRequest, Target, WorkerView
 
 # Bytes a second of a link that was not measured yet: a 10 Gbit/s network.
 UNMEASURED_LINK = 1.25e9
@@ -57,6 +58,18 @@ def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed,
     """For `request` on `worker` alone, which has `held` of its leading tokens."""
     tokens = request.tokens
     return speed.prompt_seconds(tokens - held, tokens * tokens - held * held, worker.max_num_batched_tokens)
+
+
+def stretch(worker: WorkerView, request: PlacementRequest, gap: float) -> float | None:
+    """How many times as long a prompt takes on a decode worker whose answers have `gap` seconds between tokens, where
+    it computes the prompt in chunks that keep every one of them within its target (`batching.plan_step`).
+
+    None: some would feel it. Nobody asked gaps for them or for this one, or they leave no time for it. Of the others'
+    targets it is not known how short they are; they count as this one's."""
+    if worker.unbounded or Target.ITL not in request.stated:
+        return None
+    limit = SHARE * JOINING * request.targets.itl
+    return limit / (limit - gap) if gap < limit else None
 
 
 def gap_after(

@@ -26,7 +26,7 @@ from pdserve.v1 import kv_pb2 as pdserve_dot_v1_dot_kv__pb2
 from pdserve.v1 import trace_pb2 as pdserve_dot_v1_dot_trace__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x13pdserve/v1/kv.proto\x1a\x16pdserve/v1/trace.proto\"(\n\x0cVersionRange\x12\x0b\n\x03min\x18\x01 \x01(\r\x12\x0b\n\x03max\x18\x02 \x01(\r\":\n\x0cWatchRequest\x12*\n\x08protocol\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.VersionRange\"\xa7\x04\n\x0eWorkerSnapshot\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x0b \x01(\t\x12\x0c\n\x04node\x18\x0c \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12:\n\x08versions\x18\x0e \x03(\x0b\x32(.pdserve.v1.WorkerSnapshot.VersionsEntry\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12*\n\x08protocol\x18\x10 \x01(\x0b\x32\x18.pdserve.v1.VersionRange\x12\x12\n\ntransports\x18\x11 \x03(\t\x12\x18\n\x10lookahead_tokens\x18\x12 \x01(\r\x12\x18\n\x10watermark_blocks\x18\x13 \x01(\r\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xdf\x03\n\nWorkerLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x15\n\rcached_blocks\x18\x02 \x01(\r\x12\x14\n\x0cowned_blocks\x18\x03 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x04 \x01(\r\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x1e\n\x16pending_prefill_tokens\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x13\n\x0bpreemptions\x18\t \x01(\x04\x12\x15\n\rkv_bytes_sent\x18\n \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x0b \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\x0c \x01(\x01\x12\x14\n\x0c\x62usy_seconds\x18\r \x01(\x01\x12\x16\n\x0eprefix_queries\x18\x0e \x01(\x04\x12\x13\n\x0bprefix_hits\x18\x0f \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x10 \x01(\x04\x12\x16\n\x0esampled_tokens\x18\x11 \x01(\x04\x12&\n\x05speed\x18\x12 \x01(\x0b\x32\x17.pdserve.v1.WorkerSpeed\x12\x1f\n\x17pending_prefill_squares\x18\x13 \x01(\x04\"\xac\x01\n\x0bWorkerSpeed\x12\x14\n\x0cstep_seconds\x18\x01 \x01(\x01\x12\x15\n\rtoken_seconds\x18\x02 \x01(\x01\x12\x16\n\x0esquare_seconds\x18\x03 \x01(\x01\x12\x16\n\x0e\x61nswer_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cread_seconds\x18\x05 \x01(\x01\x12\x14\n\x0cprompt_steps\x18\x06 \x01(\x04\x12\x14\n\x0c\x61nswer_steps\x18\x07 \x01(\x04\"\xf7\x01\n\tLinkState\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\t\x12\x12\n\nbytes_sent\x18\x05 \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\x06 \x01(\x04\x12\x18\n\x10\x62ytes_per_second\x18\x07 \x01(\x01\x12\x17\n\x0f\x62ytes_in_flight\x18\x08 \x01(\x04\x12\x18\n\x10\x66rames_in_flight\x18\t \x01(\r\x12\x14\n\x0c\x63redit_bytes\x18\n \x01(\x04\x12\x1a\n\x12round_trip_seconds\x18\x0b \x01(\x01\"1\n\tLinkTable\x12$\n\x05links\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.LinkState\"\x9e\x01\n\x0bWorkerDelta\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\x0e\n\x06stored\x18\x03 \x03(\x0c\x12\x0f\n\x07removed\x18\x04 \x03(\x0c\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12$\n\x05links\x18\x06 \x01(\x0b\x32\x15.pdserve.v1.LinkTable\"r\n\rWatchResponse\x12.\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerSnapshotH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.WorkerDeltaH\x00\x42\x07\n\x05\x65vent\"6\n\x0fOpenLinkRequest\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"%\n\x10OpenLinkResponse\x12\x11\n\ttransport\x18\x01 \x01(\t\"d\n\x10ProbeLinkRequest\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66rame_bytes\x18\x03 \x03(\x04\x12\x16\n\x0e\x62ytes_per_size\x18\x04 \x01(\x04\"<\n\x0bProbeSample\x12\x13\n\x0b\x66rame_bytes\x18\x01 \x01(\x04\x12\x18\n\x10\x62ytes_per_second\x18\x02 \x01(\x01\"\x8c\x01\n\x11ProbeLinkResponse\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08\x64\x65graded\x18\x03 \x01(\t\x12\x1a\n\x12round_trip_seconds\x18\x04 \x01(\x01\x12(\n\x07samples\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.ProbeSample\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse*V\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x15\n\x11ROLE_PREFIX_CACHE\x10\x03\x32\xe5\x02\n\rWorkerService\x12>\n\x05Watch\x12\x18.pdserve.v1.WatchRequest\x1a\x19.pdserve.v1.WatchResponse0\x01\x12\x45\n\x08OpenLink\x12\x1b.pdserve.v1.OpenLinkRequest\x1a\x1c.pdserve.v1.OpenLinkResponse\x12H\n\tProbeLink\x12\x1c.pdserve.v1.ProbeLinkRequest\x1a\x1d.pdserve.v1.ProbeLinkResponse\x12<\n\x05\x44rain\x12\x18.pdserve.v1.DrainRequest\x1a\x19.pdserve.v1.DrainResponse\x12\x45\n\x08GetSpans\x12\x1b.pdserve.v1.GetSpansRequest\x1a\x1c.pdserve.v1.GetSpansResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x13pdserve/v1/kv.proto\x1a\x16pdserve/v1/trace.proto\"(\n\x0cVersionRange\x12\x0b\n\x03min\x18\x01 \x01(\r\x12\x0b\n\x03max\x18\x02 \x01(\r\":\n\x0cWatchRequest\x12*\n\x08protocol\x18\x01 \x01(\x0b\x32\x18.pdserve.v1.VersionRange\"\xa7\x04\n\x0eWorkerSnapshot\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\r\n\x05model\x18\x04 \x01(\t\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.KvLayout\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x0b \x01(\t\x12\x0c\n\x04node\x18\x0c \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12:\n\x08versions\x18\x0e \x03(\x0b\x32(.pdserve.v1.WorkerSnapshot.VersionsEntry\x12\x10\n\x08\x64raining\x18\x0f \x01(\x08\x12*\n\x08protocol\x18\x10 \x01(\x0b\x32\x18.pdserve.v1.VersionRange\x12\x12\n\ntransports\x18\x11 \x03(\t\x12\x18\n\x10lookahead_tokens\x18\x12 \x01(\r\x12\x18\n\x10watermark_blocks\x18\x13 \x01(\r\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf0\x03\n\nWorkerLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x15\n\rcached_blocks\x18\x02 \x01(\r\x12\x14\n\x0cowned_blocks\x18\x03 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x04 \x01(\r\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0f\n\x07waiting\x18\x06 \x01(\r\x12\x1e\n\x16pending_prefill_tokens\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x13\n\x0bpreemptions\x18\t \x01(\x04\x12\x15\n\rkv_bytes_sent\x18\n \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\x0b \x01(\x04\x12!\n\x19prefill_tokens_per_second\x18\x0c \x01(\x01\x12\x14\n\x0c\x62usy_seconds\x18\r \x01(\x01\x12\x16\n\x0eprefix_queries\x18\x0e \x01(\x04\x12\x13\n\x0bprefix_hits\x18\x0f \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x10 \x01(\x04\x12\x16\n\x0esampled_tokens\x18\x11 \x01(\x04\x12&\n\x05speed\x18\x12 \x01(\x0b\x32\x17.pdserve.v1.WorkerSpeed\x12\x1f\n\x17pending_prefill_squares\x18\x13 \x01(\x04\x12\x0f\n\x07\x62ounded\x18\x14 \x01(\r\"\xac\x01\n\x0bWorkerSpeed\x12\x14\n\x0cstep_seconds\x18\x01 \x01(\x01\x12\x15\n\rtoken_seconds\x18\x02 \x01(\x01\x12\x16\n\x0esquare_seconds\x18\x03 \x01(\x01\x12\x16\n\x0e\x61nswer_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cread_seconds\x18\x05 \x01(\x01\x12\x14\n\x0cprompt_steps\x18\x06 \x01(\x04\x12\x14\n\x0c\x61nswer_steps\x18\x07 \x01(\x04\"\xf7\x01\n\tLinkState\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\t\x12\x12\n\nbytes_sent\x18\x05 \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\x06 \x01(\x04\x12\x18\n\x10\x62ytes_per_second\x18\x07 \x01(\x01\x12\x17\n\x0f\x62ytes_in_flight\x18\x08 \x01(\x04\x12\x18\n\x10\x66rames_in_flight\x18\t \x01(\r\x12\x14\n\x0c\x63redit_bytes\x18\n \x01(\x04\x12\x1a\n\x12round_trip_seconds\x18\x0b \x01(\x01\"1\n\tLinkTable\x12$\n\x05links\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.LinkState\"\x9e\x01\n\x0bWorkerDelta\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.pdserve.v1.WorkerLoad\x12\x0e\n\x06stored\x18\x03 \x03(\x0c\x12\x0f\n\x07removed\x18\x04 \x03(\x0c\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12$\n\x05links\x18\x06 \x01(\x0b\x32\x15.pdserve.v1.LinkTable\"r\n\rWatchResponse\x12.\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1a.pdserve.v1.WorkerSnapshotH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.WorkerDeltaH\x00\x42\x07\n\x05\x65vent\"6\n\x0fOpenLinkRequest\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\"%\n\x10OpenLinkResponse\x12\x11\n\ttransport\x18\x01 \x01(\t\"d\n\x10ProbeLinkRequest\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66rame_bytes\x18\x03 \x03(\x04\x12\x16\n\x0e\x62ytes_per_size\x18\x04 \x01(\x04\"<\n\x0bProbeSample\x12\x13\n\x0b\x66rame_bytes\x18\x01 \x01(\x04\x12\x18\n\x10\x62ytes_per_second\x18\x02 \x01(\x01\"\x8c\x01\n\x11ProbeLinkResponse\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08\x64\x65graded\x18\x03 \x01(\t\x12\x1a\n\x12round_trip_seconds\x18\x04 \x01(\x01\x12(\n\x07samples\x18\x05 \x03(\x0b\x32\x17.pdserve.v1.ProbeSample\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse*V\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x15\n\x11ROLE_PREFIX_CACHE\x10\x03\x32\xe5\x02\n\rWorkerService\x12>\n\x05Watch\x12\x18.pdserve.v1.WatchRequest\x1a\x19.pdserve.v1.WatchResponse0\x01\x12\x45\n\x08OpenLink\x12\x1b.pdserve.v1.OpenLinkRequest\x1a\x1c.pdserve.v1.OpenLinkResponse\x12H\n\tProbeLink\x12\x1c.pdserve.v1.ProbeLinkRequest\x1a\x1d.pdserve.v1.ProbeLinkResponse\x12<\n\x05\x44rain\x12\x18.pdserve.v1.DrainRequest\x1a\x19.pdserve.v1.DrainResponse\x12\x45\n\x08GetSpans\x12\x1b.pdserve.v1.GetSpansRequest\x1a\x1c.pdserve.v1.GetSpansResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERSNAPSHOT_VERSIONSENTRY']._loaded_options = None
   _globals['_WORKERSNAPSHOT_VERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2410
-  _globals['_ROLE']._serialized_end=2496
+  _globals['_ROLE']._serialized_start=2427
+  _globals['_ROLE']._serialized_end=2513
   _globals['_VERSIONRANGE']._serialized_start=84
   _globals['_VERSIONRANGE']._serialized_end=124
   _globals['_WATCHREQUEST']._serialized_start=126
@@ -46,31 +46,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSNAPSHOT_VERSIONSENTRY']._serialized_start=691
   _globals['_WORKERSNAPSHOT_VERSIONSENTRY']._serialized_end=738
   _globals['_WORKERLOAD']._serialized_start=741
-  _globals['_WORKERLOAD']._serialized_end=1220
-  _globals['_WORKERSPEED']._serialized_start=1223
-  _globals['_WORKERSPEED']._serialized_end=1395
-  _globals['_LINKSTATE']._serialized_start=1398
-  _globals['_LINKSTATE']._serialized_end=1645
-  _globals['_LINKTABLE']._serialized_start=1647
-  _globals['_LINKTABLE']._serialized_end=1696
-  _globals['_WORKERDELTA']._serialized_start=1699
-  _globals['_WORKERDELTA']._serialized_end=1857
-  _globals['_WATCHRESPONSE']._serialized_start=1859
-  _globals['_WATCHRESPONSE']._serialized_end=1973
-  _globals['_OPENLINKREQUEST']._serialized_start=1975
-  _globals['_OPENLINKREQUEST']._serialized_end=2029
-  _globals['_OPENLINKRESPONSE']._serialized_start=2031
-  _globals['_OPENLINKRESPONSE']._serialized_end=2068
-  _globals['_PROBELINKREQUEST']._serialized_start=2070
-  _globals['_PROBELINKREQUEST']._serialized_end=2170
-  _globals['_PROBESAMPLE']._serialized_start=2172
-  _globals['_PROBESAMPLE']._serialized_end=2232
-  _globals['_PROBELINKRESPONSE']._serialized_start=2235
-  _globals['_PROBELINKRESPONSE']._serialized_end=2375
-  _globals['_DRAINREQUEST']._serialized_start=2377
-  _globals['_DRAINREQUEST']._serialized_end=2391
-  _globals['_DRAINRESPONSE']._serialized_start=2393
-  _globals['_DRAINRESPONSE']._serialized_end=2408
-  _globals['_WORKERSERVICE']._serialized_start=2499
-  _globals['_WORKERSERVICE']._serialized_end=2856
+  _globals['_WORKERLOAD']._serialized_end=1237
+  _globals['_WORKERSPEED']._serialized_start=1240
+  _globals['_WORKERSPEED']._serialized_end=1412
+  _globals['_LINKSTATE']._serialized_start=1415
+  _globals['_LINKSTATE']._serialized_end=1662
+  _globals['_LINKTABLE']._serialized_start=1664
+  _globals['_LINKTABLE']._serialized_end=1713
+  _globals['_WORKERDELTA']._serialized_start=1716
+  _globals['_WORKERDELTA']._serialized_end=1874
+  _globals['_WATCHRESPONSE']._serialized_start=1876
+  _globals['_WATCHRESPONSE']._serialized_end=1990
+  _globals['_OPENLINKREQUEST']._serialized_start=1992
+  _globals['_OPENLINKREQUEST']._serialized_end=2046
+  _globals['_OPENLINKRESPONSE']._serialized_start=2048
+  _globals['_OPENLINKRESPONSE']._serialized_end=2085
+  _globals['_PROBELINKREQUEST']._serialized_start=2087
+  _globals['_PROBELINKREQUEST']._serialized_end=2187
+  _globals['_PROBESAMPLE']._serialized_start=2189
+  _globals['_PROBESAMPLE']._serialized_end=2249
+  _globals['_PROBELINKRESPONSE']._serialized_start=2252
+  _globals['_PROBELINKRESPONSE']._serialized_end=2392
+  _globals['_DRAINREQUEST']._serialized_start=2394
+  _globals['_DRAINREQUEST']._serialized_end=2408
+  _globals['_DRAINRESPONSE']._serialized_start=2410
+  _globals['_DRAINRESPONSE']._serialized_end=2425
+  _globals['_WORKERSERVICE']._serialized_start=2516
+  _globals['_WORKERSERVICE']._serialized_end=2873
 # @@protoc_insertion_point(module_scope)

@@ -247,6 +247,7 @@ class WorkerLoad(_message.Message):
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     SPEED_FIELD_NUMBER: _builtins.int
     PENDING_PREFILL_SQUARES_FIELD_NUMBER: _builtins.int
+    BOUNDED_FIELD_NUMBER: _builtins.int
     free_blocks: _builtins.int
     """Blocks that hold nothing."""
     cached_blocks: _builtins.int
@@ -283,6 +284,8 @@ class WorkerLoad(_message.Message):
     """See computed_tokens."""
     pending_prefill_squares: _builtins.int
     """Of the pending prefill tokens: the sum over their prompts of l^2 - p^2, where l tokens will have KV, and p have it."""
+    bounded: _builtins.int
+    """Of the running and waiting sequences: those whose gaps between tokens somebody asked to be bounded."""
     @_builtins.property
     def speed(self) -> Global___WorkerSpeed:
         """How long its steps take."""
@@ -309,10 +312,11 @@ class WorkerLoad(_message.Message):
         sampled_tokens: _builtins.int = ...,
         speed: Global___WorkerSpeed | None = ...,
         pending_prefill_squares: _builtins.int = ...,
+        bounded: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_seconds", b"busy_seconds", "cached_blocks", b"cached_blocks", "computed_tokens", b"computed_tokens", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "owned_blocks", b"owned_blocks", "pending_prefill_squares", b"pending_prefill_squares", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "reserved_blocks", b"reserved_blocks", "running", b"running", "sampled_tokens", b"sampled_tokens", "speed", b"speed", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounded", b"bounded", "busy_seconds", b"busy_seconds", "cached_blocks", b"cached_blocks", "computed_tokens", b"computed_tokens", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "owned_blocks", b"owned_blocks", "pending_prefill_squares", b"pending_prefill_squares", "pending_prefill_tokens", b"pending_prefill_tokens", "preemptions", b"preemptions", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefix_hits", b"prefix_hits", "prefix_queries", b"prefix_queries", "reserved_blocks", b"reserved_blocks", "running", b"running", "sampled_tokens", b"sampled_tokens", "speed", b"speed", "steps", b"steps", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

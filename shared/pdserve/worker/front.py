@@ -154,7 +154,7 @@ class WorkerFront:
     def start_prefill(self, message: StartPrefill) -> None:
         """Send a prompt to the engine. From now on this worker's load, as it is told, has it."""
         self.engine.send(message)
-        self._sent.add(len(message.spec.token_ids))
+        self._sent.add(len(message.spec.token_ids), bounded=message.spec.itl_target is not None)
         if self.metrics.load is not None:
             self.board.publish(load_to_proto(self._sent.with_sent(self.metrics.load)))
 

@@ -15,12 +15,13 @@ class SentPrompts:
 
     def __init__(self) -> None:
         self._sent = 0
-        self._waiting: deque[tuple[int, int, int]] = deque()  # number, tokens, squares
+        self._waiting: deque[tuple[int, int, bool]] = deque()  # number, tokens, bounded
 
-    def add(self, tokens: int) -> None:
-        """A prompt of `tokens` tokens is on its way; what of it is cached the engine will find out."""
+    def add(self, tokens: int, *, bounded: bool) -> None:
+        """A prompt of `tokens` tokens is on its way; what of it is cached the engine will find out. `bounded`: somebody
+        asked for gaps."""
         self._sent += 1
-        self._waiting.append((self._sent, tokens, tokens * tokens))
+        self._waiting.append((self._sent, tokens, bounded))
 
     def taken(self, number: int) -> None:
         """The engine has handled so many since it started."""
@@ -35,5 +36,6 @@ class SentPrompts:
             load,
             waiting=load.waiting + len(self._waiting),
             pending_prefill_tokens=load.pending_prefill_tokens + sum(tokens for _, tokens, _ in self._waiting),
-            pending_prefill_squares=load.pending_prefill_squares + sum(squares for _, _, squares in self._waiting),
+            pending_prefill_squares=load.pending_prefill_squares + sum(tokens**2 for _, tokens, _ in self._waiting),
+            bounded=load.bounded + sum(bounded for _, _, bounded in self._waiting),
         )

@@ -196,6 +196,7 @@ def load_to_proto(load: Load) -> worker_pb2.WorkerLoad:
         computed_tokens=load.computed_tokens,
         sampled_tokens=load.sampled_tokens,
         pending_prefill_squares=load.pending_prefill_squares,
+        bounded=load.bounded,
         speed=speed_to_proto(load.speed),
     )
 

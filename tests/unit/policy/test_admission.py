@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdserve.core.layout import KVLayout
 from pdserve.core.slo import SloTargets
 from pdserve.policy.admission import RETRY_MAX, RETRY_MIN, Admission, admit
+from pdserve.policy.batching import JOINING, SHARE
 from pdserve.policy.disaggregation import NoWorker, Protect, Rules
 from pdserve.policy.estimate import UNKNOWN, Speed
 from pdserve.policy.fleet import AIM, BOTH, FleetView, LinkFacts, PlacementRequest, Role, Target, WorkerView
@@ -226,6 +227,10 @@ def test_an_idle_decode_worker_may_help_prefill_workers_and_a_busy_one_does_not(
     assert close(admit(view(queue, worker("d0")), request(), NOBODY).ttft, 0.01 + 0.1)
     assert not admit(view(queue, worker("d0", sequences=1)), request(), NOBODY).admitted
     assert not admit(view(queue, worker("d0")), request(), NOBODY, Rules(local_prefill=False)).admitted
+    # Beside answers that have a target it takes smaller chunks, and longer: its steps are 23.7 ms, 11 of them theirs.
+    beside = admit(view(queue, worker("d0", sequences=1, bounded=1)), request(), NOBODY)
+    step = SHARE * JOINING * 0.05 / AIM
+    assert beside.admitted and close(beside.ttft, 0.11 * step / (step - 0.011))
     # Each takes one of those ahead first.
     assert not admit(view(queue, worker("d0")), request(), waiting(1)).admitted
     assert admit(view(queue, worker("d0"), worker("d1")), request(), waiting(1)).admitted

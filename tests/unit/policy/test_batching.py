@@ -49,6 +49,15 @@ def test_nobody_s_target_bounds_nothing() -> None:
     assert plan_step(asked, 512) == plan_step(asked, 512, Speed()) == [1, 300]
 
 
+def test_who_joins_in_the_midst_of_a_step_keeps_its_target_too() -> None:
+    """It waits out the step, and sits in the next: of 200 ms each is planned to take 90."""
+    answers, prompt = [Work(1, False, 100, 0.2), Work(1, False, 50, 0.3)], Work(300, True)
+    assert plan_step([*answers, prompt], 512, SPEED) == [1, 1, 146]
+    assert plan_step([*answers, prompt], 512, SPEED, joining=0.2) == [1, 1, 72]
+    assert plan_step([*answers, prompt], 512, SPEED, joining=1.0) == [1, 1, 146]
+    assert plan_step([prompt], 512, SPEED, joining=0.2) == [74]  # nobody is there yet
+
+
 def test_prompts_go_on_where_answers_are_late_already() -> None:
     """The first one, by as many as are worth a step."""
     answers = [Work(1, False, 100, 0.012)] * 9

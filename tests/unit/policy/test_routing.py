@@ -277,6 +277,29 @@ def test_a_prompt_is_computed_where_it_delays_everybody_least() -> None:
     assert choose_pair(view(queue, unmeasured), request(100)).kind is Kind.REMOTE
 
 
+def test_a_prompt_is_not_late_for_the_sake_of_answers_that_keep_their_targets() -> None:
+    """Beside answers with targets a decode worker takes a prompt that would come too late elsewhere, in smaller chunks;
+    it is spared where that is in time, and where an answer has no target or the prompt asks for no gaps itself."""
+    queue = worker("p0", speed=SPEED, reported_prefill_tokens=900, max_num_batched_tokens=2048)
+    asked = request(500, targets=SloTargets(0.14, 0.1, 99.0), stated=BOTH)
+    bounded = worker("d0", speed=SPEED, max_num_seqs=64, reported_sequences=6, reported_bounded=6)
+    found = choose_pair(view(queue, bounded), asked)
+    assert found.kind is Kind.LOCAL and found.options[0].meets
+    assert found.options[0].compute > SPEED.prompt_seconds(500, 500**2, 512)
+    assert choose_pair(view(replace(queue, reported_prefill_tokens=300), bounded), asked).kind is Kind.REMOTE
+    assert choose_pair(view(queue, replace(bounded, reported_bounded=5)), asked).kind is Kind.REMOTE
+    assert choose_pair(view(queue, bounded), replace(asked, stated=frozenset({Target.TTFT}))).kind is Kind.REMOTE
+    crowded = replace(bounded, reported_sequences=36, reported_bounded=36)  # they leave no time for it
+    assert choose_pair(view(queue, crowded), asked).kind is Kind.REMOTE
+
+
+def test_whose_gaps_nobody_bounded_is_counted_by_whoever_knows_more() -> None:
+    mine = worker("d0", sequences=5, bounded=3, reported_sequences=4, reported_bounded=4)
+    assert mine.unbounded == 2
+    others = worker("d0", sequences=2, bounded=2, reported_sequences=6, reported_bounded=3)
+    assert others.unbounded == 3
+
+
 def test_a_conversation_goes_where_it_was_among_equals() -> None:
     fleet = view(worker("p0"), worker("p1"), worker("d0"), worker("d1"))
     found = choose_pair(fleet, request(near=frozenset({"p1", "d1"})))

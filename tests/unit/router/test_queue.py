@@ -81,7 +81,7 @@ async def test_going_on_after_failures_waits_for_two_seconds_at_most() -> None:
 
 def sums(ledger: Ledger) -> tuple[int, ...]:
     flying = ledger.in_flight_tokens, ledger.in_flight_squares, ledger.in_flight_blocks
-    return ledger.outstanding_tokens, ledger.sequences, *flying
+    return ledger.outstanding_tokens, ledger.sequences, ledger.bounded, *flying
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["add", "prefilled", "settled", "close", "reported"]))))
@@ -92,7 +92,7 @@ def test_accounts_are_never_negative_and_end_at_zero(moves: list[tuple[int, str]
         if move == "add":
             if entries[index] is not None:
                 entries[index].close()
-            entries[index] = ledger.add(Work(10, 10, 100, 3))
+            entries[index] = ledger.add(Work(10, 10, 100, 3, bounded=index > 2))
         elif move == "reported":
             ledger.reported()
         elif entries[index] is not None:
@@ -102,4 +102,4 @@ def test_accounts_are_never_negative_and_end_at_zero(moves: list[tuple[int, str]
         if entry is not None:
             entry.close()
     ledger.reported()
-    assert sums(ledger) == (0,) * 5
+    assert sums(ledger) == (0,) * 6
