@@ -38,6 +38,7 @@ log = structlog.get_logger(__name__)
 AT_ONCE = 32  # requests that one pass looks at; the event loop has others to serve
 REST = 0.005  # seconds after a pass that nobody left the queue in, before the next one
 GOING_ON = 2  # times max_queue may wait where answers that another router began are among them
+NOBODY = Ahead()
 DOWN_RETRY = 1.0  # seconds that whoever is refused since nobody is up is told to wait at least
 
 
@@ -65,9 +66,12 @@ class Dispatcher:
 
     def ahead(self, model: ServedModel, wishes: Wishes, priority: int) -> Ahead:
         """What waits for `model` and would be placed before a new request of that tenant and priority."""
+        waiting = self._queues[model.name].waiting
+        if not waiting:
+            return NOBODY
         due = asyncio.get_running_loop().time() + wishes.targets.ttft
         rank = (*fresh_class(self._counts(priority)), True, due, math.inf)
-        work, count = self._queues[model.name].waiting.ahead(wishes.tenant, rank)
+        work, count = waiting.ahead(wishes.tenant, rank)
         return Ahead(work.tokens, work.squares, count)
 
     def expected(self, model: ServedModel) -> int:
@@ -110,6 +114,8 @@ class Dispatcher:
             loop.call_soon(self._look_again)
             if not self._look(waiting.model.name, queue):
                 self._rest_until = loop.time() + REST
+        if future.done():
+            return future.result()
         try:
             async with asyncio.timeout(max(0.0, timeout)):
                 return await future
@@ -251,10 +257,10 @@ class Dispatcher:
 
     def _choose(self, item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
         decision = self._ask(item, view, request)
+        if decision.placed or not item.refusals.soft:
+            return decision
         hard = item.refusals.standing(asyncio.get_running_loop().time())
-        if not decision.placed and item.refusals.soft - hard:
-            decision = self._ask(item, view, replace(request, excluded=hard))
-        return decision
+        return self._ask(item, view, replace(request, excluded=hard)) if item.refusals.soft - hard else decision
 
     def _ask(self, item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
         if item.decode is not None:
