@@ -167,7 +167,6 @@ class RequestRun:
     async def _try(self, assignment: Assignment) -> Failure | None:
         """One try, to its end. None: the answer is complete."""
         self._tries, self._try_began = self._tries + 1, time.time_ns()
-        log.debug("dispatched", decision=assignment.decision.kind, reason=assignment.decision.reason)
         try:
             async with Ticket(assignment, self.spec(), self.ticket_name()) as ticket:
                 handover = assignment.prefill is not None and assignment.decode is not None

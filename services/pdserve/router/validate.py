@@ -108,7 +108,7 @@ def resolve_request_id(request_id: str) -> str:
         return f"req-{secrets.token_hex(12)}"
     if len(request_id) > MAX_REQUEST_ID:
         raise InvalidRequest("request_id", f"at most {MAX_REQUEST_ID} characters, got {len(request_id)}")
-    if not all(" " <= character <= "~" for character in request_id):
+    if not (request_id.isascii() and request_id.isprintable()):
         raise InvalidRequest("request_id", "must be printable ASCII")
     return request_id
 
