@@ -204,7 +204,7 @@ class RequestRun:
     async def _place(self, waiting: Waiting, until: float) -> Assignment:
         began = self._now()
         assignment = await self._dispatcher.place(waiting, until - began)
-        self.measure.queued(self._now() - began)
+        self.timeline.queued(self._now() - began)
         for worker in (assignment.prefill, assignment.decode):
             if worker is not None:
                 self.measure.workers[worker.worker_id] = None
