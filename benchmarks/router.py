@@ -144,6 +144,7 @@ class Direct:
 
     async def _ask(self, tokens: list[int], *, ahead: bool) -> Timing:
         from pdserve.router.events import Ended, Event, Lost, NewToken, Reserved
+        from pdserve.rpc.convert import spec_to_proto
 
         ticket, stamps, reserved, over = secrets.token_hex(16), list[float](), asyncio.Event(), asyncio.Event()
 
@@ -156,7 +157,7 @@ class Direct:
                 over.set()
 
         def submit() -> None:
-            self._session.submit(ticket, 1, _spec(tokens, ANSWER), self._ids[0], sink)
+            self._session.submit(ticket, 1, spec_to_proto(_spec(tokens, ANSWER)), self._ids[0], sink)
 
         if ahead:
             submit()

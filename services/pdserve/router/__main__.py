@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from functools import partial
 
@@ -53,6 +54,9 @@ async def serve(settings: RouterSettings) -> None:
         fleet = Fleet(settings, models, dial=partial(lease_channel, access=access))
         service.start(models, fleet)
         metrics.start(models, fleet, service.waiting)
+        # What is there by now stays: a full run of the collector, which holds everything up, need not walk over it.
+        gc.collect()
+        gc.freeze()
         server.on_drain.append(service.drain)
         readiness = Readiness(server, fleet, models)
         async with fleet, Links(fleet):

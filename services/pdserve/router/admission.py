@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -45,8 +45,8 @@ class Door:
         self._tenants, self._keys = Limits(), Limits()
         self.margins: defaultdict[str, Margins] = defaultdict(Margins)  # by model
 
-    @asynccontextmanager
-    async def entered(self, wishes: Wishes, measure: Measure) -> AsyncIterator[Visit]:
+    @contextmanager
+    def entered(self, wishes: Wishes, measure: Measure) -> Iterator[Visit]:
         """A request's scope, from its arrival to its end. Raises TenantLimited."""
         began = _now()
         visit = Visit(self, wishes, measure, began)
@@ -184,13 +184,12 @@ class Visit:
 
 def stated_targets(slo: inference_pb2.SloTargets, settings: RouterSettings) -> frozenset[Target]:
     """The targets that the request names, or that somebody set for the router. What is left only measures."""
-    names = {Target.TTFT: "ttft_ms", Target.ITL: "itl_ms"}
-    said = settings.model_fields_set
-    return frozenset(
-        target
-        for target, name in names.items()
-        if slo.HasField(name) or f"slo_{name}" in said  # type: ignore[arg-type]
-    )
+    stated = settings.stated
+    if slo.HasField("ttft_ms"):
+        stated |= {Target.TTFT}
+    if slo.HasField("itl_ms"):
+        stated |= {Target.ITL}
+    return stated
 
 
 def _now() -> float:

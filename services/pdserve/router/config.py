@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from pydantic import Field
 from pdserve.core.slo import SloTargets
 from pdserve.policy.disaggregation import NoWorker, Protect, Rules
 from pdserve.policy.draining import Leave
+from pdserve.policy.fleet import Target
 from pdserve.rpc.settings import CallingSettings, Endpoint, FleetSettings
 
 
@@ -87,7 +89,7 @@ class RouterSettings(FleetSettings, CallingSettings):
         99.0, gt=0, le=100, description="percentile of an answer's own gaps that slo-itl-ms is for"
     )
 
-    @property
+    @cached_property
     def rules(self) -> Rules:
         """What decisions go by."""
         no_worker = NoWorker(self.no_worker)
@@ -100,10 +102,16 @@ class RouterSettings(FleetSettings, CallingSettings):
             Leave(self.hand_off),
         )
 
-    @property
+    @cached_property
     def slo(self) -> SloTargets:
         """What a request is promised that names no targets of its own."""
         return SloTargets(self.slo_ttft_ms / 1e3, self.slo_itl_ms / 1e3, self.slo_itl_percentile)
+
+    @cached_property
+    def stated(self) -> frozenset[Target]:
+        """Which of those somebody set, so that they are for every request as if it had named them."""
+        settings = {Target.TTFT: "slo_ttft_ms", Target.ITL: "slo_itl_ms"}
+        return frozenset(target for target, setting in settings.items() if setting in self.model_fields_set)
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -12,9 +12,8 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import TracebackType
 
 import structlog
 
@@ -38,6 +37,7 @@ log = structlog.get_logger(__name__)
 AT_ONCE = 32  # requests that one pass looks at; the event loop has others to serve
 REST = 0.005  # seconds after a pass that nobody left the queue in, before the next one
 GOING_ON = 2  # times max_queue may wait where answers that another router began are among them
+NOBODY = Ahead()
 DOWN_RETRY = 1.0  # seconds that whoever is refused since nobody is up is told to wait at least
 
 
@@ -65,9 +65,12 @@ class Dispatcher:
 
     def ahead(self, model: ServedModel, wishes: Wishes, priority: int) -> Ahead:
         """What waits for `model` and would be placed before a new request of that tenant and priority."""
+        waiting = self._queues[model.name].waiting
+        if not waiting:
+            return NOBODY
         due = asyncio.get_running_loop().time() + wishes.targets.ttft
         rank = (*fresh_class(self._counts(priority)), True, due, math.inf)
-        work, count = self._queues[model.name].waiting.ahead(wishes.tenant, rank)
+        work, count = waiting.ahead(wishes.tenant, rank)
         return Ahead(work.tokens, work.squares, count)
 
     def expected(self, model: ServedModel) -> int:
@@ -110,6 +113,8 @@ class Dispatcher:
             loop.call_soon(self._look_again)
             if not self._look(waiting.model.name, queue):
                 self._rest_until = loop.time() + REST
+        if future.done():
+            return future.result()
         try:
             async with asyncio.timeout(max(0.0, timeout)):
                 return await future
@@ -161,7 +166,7 @@ class Dispatcher:
     def _look(self, name: str, queue: ModelQueue) -> bool:
         """One pass over a queue; whether anybody left it."""
         if count := len(queue.waiting):
-            with self._guarded(queue):
+            with _Guard(self, queue):
                 self._pass(name, queue)
         return len(queue.waiting) < count
 
@@ -173,12 +178,12 @@ class Dispatcher:
 
         def request_of(item: Waiting) -> PlacementRequest:
             requests[item] = PlacementRequest(item.tokens, item.remaining)
-            with self._guarded(queue, item):
+            with _Guard(self, queue, item):
                 requests[item] = self._request(item, queue)
             return requests[item]
 
         def choose(item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
-            with self._guarded(queue, item):
+            with _Guard(self, queue, item):
                 if item in queue.waiting:
                     return self._choose(item, view, request)
             return Decision(Kind.NEVER, item.reason)
@@ -196,35 +201,24 @@ class Dispatcher:
         for item, decision in plan:
             if item not in queue.waiting:
                 continue
-            with self._guarded(queue, item):
+            with _Guard(self, queue, item):
                 item.log.note(decision, requests[item], time.time_ns())
                 item.reason = decision.reason
                 if decision.placed:
                     assignment = self._carry_out(item, decision, requests[item])
                     if assignment is None:
                         break  # a worker is gone, and the view is about to be another one
-                    self._leave(queue, item, assignment)
+                    self.leave(queue, item, assignment)
                 elif decision.kind is Kind.NEVER:
-                    self._leave(queue, item, InvalidRequest("prompt", decision.reason))
+                    self.leave(queue, item, InvalidRequest("prompt", decision.reason))
                 elif decision.kind is Kind.DOWN:
                     seconds = min(RETRY_MAX, max(DOWN_RETRY, self._rules.no_worker_seconds))
-                    self._leave(queue, item, Unavailable(decision.reason, seconds))
+                    self.leave(queue, item, Unavailable(decision.reason, seconds))
                 else:
                     waits = waits or decision.reason
                     self._note_down(queue, item, decision)
         if requests:  # else everybody waits for what they waited for before
             self._tell(name, queue, waits)
-
-    @contextmanager
-    def _guarded(self, queue: ModelQueue, item: Waiting | None = None) -> Iterator[None]:
-        """A bug must stop neither other models nor whoever is behind: it ends the wait of `item`, if there is one."""
-        try:
-            yield
-        except Exception as error:
-            log.error("decision_failed", error=repr(error), exc_info=error)
-            if item is not None:
-                item.reason = repr(error)
-                self._leave(queue, item, error)
 
     def _counts(self, priority: int) -> int:
         """What a priority that a client names counts as."""
@@ -251,10 +245,10 @@ class Dispatcher:
 
     def _choose(self, item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
         decision = self._ask(item, view, request)
+        if decision.placed or not item.refusals.soft:
+            return decision
         hard = item.refusals.standing(asyncio.get_running_loop().time())
-        if not decision.placed and item.refusals.soft - hard:
-            decision = self._ask(item, view, replace(request, excluded=hard))
-        return decision
+        return self._ask(item, view, replace(request, excluded=hard)) if item.refusals.soft - hard else decision
 
     def _ask(self, item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:
         if item.decode is not None:
@@ -269,8 +263,8 @@ class Dispatcher:
             self._conversations.note(item.wishes.session, assignment)
         return assignment
 
-    def _leave(self, queue: ModelQueue, item: Waiting, outcome: Assignment | Exception) -> None:
-        """Its wait is over."""
+    def leave(self, queue: ModelQueue, item: Waiting, outcome: Assignment | Exception) -> None:
+        """The wait of `item` is over."""
         now = asyncio.get_running_loop().time()
         queue.leave(item, served=isinstance(outcome, Assignment), now=now)
         open_future = item.future if item.future is not None and not item.future.done() else None
@@ -305,3 +299,26 @@ class Dispatcher:
         if kind and queue.told != kind:
             log.warning("queue_waits", model=name, reason=reason, waiting=len(queue.waiting))
         queue.told = kind
+
+
+@dataclass(slots=True)
+class _Guard:
+    """A scope in which a bug must stop neither other models nor whoever is behind: it ends the wait of `item`, if there
+    is one. A class, since a pass enters several for each request, and a generator takes three times as long."""
+
+    dispatcher: Dispatcher
+    queue: ModelQueue
+    item: Waiting | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        log.error("decision_failed", error=repr(error), exc_info=error)
+        if self.item is not None:
+            self.item.reason = repr(error)
+            self.dispatcher.leave(self.queue, self.item, error)
+        return True

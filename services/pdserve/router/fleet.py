@@ -126,11 +126,11 @@ class Fleet:
 
     def held(self, model: ServedModel, hashes: Mapping[KVLayout, list[bytes]]) -> dict[str, int]:
         """Worker id -> leading blocks of a prompt in its cache; workers without any are left out."""
-        workers, counts = self._model(model).by_endpoint, dict[str, int]()
+        ids, counts = self._model(model).ids, dict[str, int]()
         for layout in hashes:
             for endpoint, count in self._index.leading(hashes[layout]).items():
-                if (worker := workers.get(endpoint)) is not None:
-                    counts[worker.worker_id] = count
+                if (worker_id := ids.get(endpoint)) is not None:
+                    counts[worker_id] = count
         return counts
 
     def known_blocks(self, worker: Worker) -> int:

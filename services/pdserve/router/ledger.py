@@ -7,7 +7,7 @@ was placed before cannot be taken off twice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Entry:
         work = self._work
         if self._flies and work.prefill_tokens:
             self._ledger._fly(Work(0, work.prefill_tokens, work.prefill_squares), -1)
-            self._work = replace(work, prefill_tokens=0, prefill_squares=0)
+            self._work = Work(work.tokens, blocks=work.blocks)
 
     def land(self) -> None:
         """A report has it. May be called again."""

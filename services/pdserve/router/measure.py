@@ -150,6 +150,8 @@ class Measure:
 
 def promised(slo: inference_pb2.SloTargets, defaults: SloTargets) -> SloTargets:
     """The targets of a request: its own where it names them. Raises InvalidRequest."""
+    if not (slo.HasField("ttft_ms") or slo.HasField("itl_ms")):
+        return defaults
     values = {}
     for field, default in (("ttft_ms", defaults.ttft), ("itl_ms", defaults.itl)):
         value = getattr(slo, field) / 1e3 if slo.HasField(field) else default  # type: ignore[arg-type]

@@ -167,7 +167,6 @@ class RequestRun:
     async def _try(self, assignment: Assignment) -> Failure | None:
         """One try, to its end. None: the answer is complete."""
         self._tries, self._try_began = self._tries + 1, time.time_ns()
-        log.debug("dispatched", decision=assignment.decision.kind, reason=assignment.decision.reason)
         try:
             async with Ticket(assignment, self.spec(), self.ticket_name()) as ticket:
                 handover = assignment.prefill is not None and assignment.decode is not None
@@ -205,7 +204,7 @@ class RequestRun:
     async def _place(self, waiting: Waiting, until: float) -> Assignment:
         began = self._now()
         assignment = await self._dispatcher.place(waiting, until - began)
-        self.measure.queued(self._now() - began)
+        self.timeline.queued(self._now() - began)
         for worker in (assignment.prefill, assignment.decode):
             if worker is not None:
                 self.measure.workers[worker.worker_id] = None

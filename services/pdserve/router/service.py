@@ -166,9 +166,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         facts = fleet.facts(model)
         if facts is None:
             raise Unavailable(f"no worker of {model.name} has answered yet")
-        with log_request(request_id):
+        with log_request(request_id), door.entered(wishes, measure) as visit:
             try:
-                async with asyncio.timeout_at(deadline), door.entered(wishes, measure) as visit:
+                async with asyncio.timeout_at(deadline):
                     resolved = await resolve(request, model, facts, request_id, self._settings.max_priority)
                     await visit.admit(resolved, deadline)
                     run = RequestRun(

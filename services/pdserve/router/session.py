@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grpc.aio
 
-from pdserve.core.sequence import SequenceSpec
 from pdserve.router.events import (
     AlreadyReady,
     AttemptFailed,
@@ -21,8 +20,8 @@ from pdserve.router.events import (
     Sink,
 )
 from pdserve.router.worker_session import WorkerSession
-from pdserve.rpc.convert import end_reason_from_proto, spec_to_proto
-from pdserve.v1 import decode_pb2, decode_pb2_grpc
+from pdserve.rpc.convert import end_reason_from_proto
+from pdserve.v1 import decode_pb2, decode_pb2_grpc, sequence_pb2
 
 
 class DecodeSession(WorkerSession[decode_pb2.SessionRequest, decode_pb2.SessionResponse]):
@@ -35,25 +34,25 @@ class DecodeSession(WorkerSession[decode_pb2.SessionRequest, decode_pb2.SessionR
         self._sinks: dict[str, Sink] = {}
         self._draining = False
 
-    def submit(self, ticket: str, attempt: int, spec: SequenceSpec, prefill_worker_id: str, sink: Sink) -> None:
+    def submit(
+        self, ticket: str, attempt: int, sequence: sequence_pb2.SequenceSpec, prefill_worker_id: str, sink: Sink
+    ) -> None:
         """Ask for a reservation. Its events go to `sink` until Ended, Lost or `cancel`."""
         if self._closed is not None:
             sink(Lost(self._closed))
             return
         self._sinks[ticket] = sink
         submit = decode_pb2.Submit(
-            ticket=ticket, attempt=attempt, sequence=spec_to_proto(spec), prefill_worker_id=prefill_worker_id
+            ticket=ticket, attempt=attempt, sequence=sequence, prefill_worker_id=prefill_worker_id
         )
         self._send(submit=submit)
 
-    def rearm(self, ticket: str, attempt: int, spec: SequenceSpec, prefill_worker_id: str) -> None:
+    def rearm(self, ticket: str, attempt: int, sequence: sequence_pb2.SequenceSpec, prefill_worker_id: str) -> None:
         """Ask for a new attempt into the reservation: Rearmed, AlreadyReady or the ticket's end will follow. Nothing
         does where the ticket has ended: its sink knows."""
         if ticket not in self._sinks:
             return
-        rearm = decode_pb2.Rearm(
-            ticket=ticket, attempt=attempt, prefill_worker_id=prefill_worker_id, sequence=spec_to_proto(spec)
-        )
+        rearm = decode_pb2.Rearm(ticket=ticket, attempt=attempt, prefill_worker_id=prefill_worker_id, sequence=sequence)
         self._send(rearm=rearm)
 
     def hand_off(self, ticket: str, new_ticket: str, attempt: int, worker_id: str, endpoint: str, tokens: int) -> None:

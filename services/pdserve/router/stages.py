@@ -14,8 +14,9 @@ from pdserve.v1 import inference_pb2
 
 
 class TokenListener(Protocol):
-    """Hears of each token that was timed. Times are seconds."""
+    """Hears of each placement, and of each token that was timed. Times are seconds."""
 
+    def queued(self, seconds: float) -> None: ...
     def first_token(self, seconds: float) -> None: ...
     def gap(self, seconds: float) -> None: ...
 
@@ -36,6 +37,7 @@ class Timeline(Stamps):
     sending: bool = False  # a message waits for its client to read; workers' events gather meanwhile
     _latest: int = 0
     _told: int = 0  # tokens that the listener has heard of
+    _waits: list[float] = field(default_factory=list)  # for a worker, that it has not
 
     def dispatch(self, now: int, *, handover: bool = False) -> None:
         """A try starts. Once a token was shown, later tries are gaps between tokens and no stage of their own."""
@@ -43,6 +45,10 @@ class Timeline(Stamps):
             self.handover = handover
         if not self.first:
             self.dispatched, self.reserved, self.ready = now, 0, 0
+
+    def queued(self, seconds: float) -> None:
+        """It was placed after waiting so long for a worker."""
+        self._waits.append(seconds)
 
     def token(self, now: int, count: int, took: float = 0.0) -> None:
         """Token number `count` (from 1) became known. `took`: seconds that computing it took, as far as was told."""
@@ -57,9 +63,13 @@ class Timeline(Stamps):
         self._latest = now
 
     def tell(self) -> None:
-        """Let the listener hear of the tokens that are new to it: when they are on their way, since that takes time."""
+        """Let the listener hear of what is new to it: when that is on its way, since telling takes time."""
         told, self._told = self._told, self.tokens
-        if self.listener is None or told == self._told:
+        if self.listener is None:
+            return
+        while self._waits:
+            self.listener.queued(self._waits.pop(0))
+        if told == self._told:
             return
         if not told:
             self.listener.first_token((self.first - self.arrived) / 1e9)

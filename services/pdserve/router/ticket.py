@@ -75,7 +75,7 @@ class Ticket:
         self.assignment = assignment
         self.started = time.monotonic_ns()
         self.attempt = 1
-        self._spec = spec
+        self._sequence = spec_to_proto(spec)  # for both workers
         # By attempt: how many tokens were given, and to which prefill worker.
         self._given = {1: len(spec.token_ids)}
         source = leaving.assignment.decode if leaving is not None else assignment.prefill
@@ -121,7 +121,7 @@ class Ticket:
             if self.assignment.prefill is not None:
                 self._start_prefill()
             if session is not None:
-                session.submit(self.id, self.attempt, self._spec, self.prefill_worker_id, self._put)
+                session.submit(self.id, self.attempt, self._sequence, self.prefill_worker_id, self._put)
         except BaseException:
             self.close()
             raise
@@ -201,11 +201,11 @@ class Ticket:
             self.assignment.replace_prefill(found)
             worker_id, self._prefills = found.prefill.worker_id, found.prefill.prefills
         self.attempt += 1
-        self._spec = spec
+        self._sequence = spec_to_proto(spec)
         self._given[self.attempt] = len(spec.token_ids)
         self._prefill_ids[self.attempt] = worker_id
         if self._session is not None:
-            self._session.rearm(self.id, self.attempt, spec, worker_id)
+            self._session.rearm(self.id, self.attempt, self._sequence, worker_id)
         lost = Lost(f"the decode worker did not answer a Rearm within {ANSWER} s")
         self._after(ANSWER, lost, (Rearmed, AlreadyReady, Ended))
 
@@ -232,7 +232,7 @@ class Ticket:
         request = prefill_pb2.PrefillRequest(
             ticket=self.id,
             attempt=self.attempt,
-            sequence=spec_to_proto(self._spec),
+            sequence=self._sequence,
             decode_worker_id=decode.worker_id if decode else "",
             decode_endpoint=decode.snapshot.endpoint if decode and decode.snapshot else "",
             decode_tokens_held=self.assignment.decode_tokens_held,

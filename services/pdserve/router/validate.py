@@ -67,10 +67,9 @@ async def resolve(
         if len(value) > most:
             raise InvalidRequest(path, f"at most {most} characters, got {len(value)}")
     stops = _check_stops(request.stopping.stop)
-    params = _sampling(request, model.defaults)
-    # Before tokenizing, with the largest max_tokens that could be: everything but the lengths is final.
     explicit = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else None
-    params = replace(params, max_tokens=facts.max_model_len if explicit is None else explicit)
+    # Before tokenizing, with the largest max_tokens that could be: everything but the lengths is final.
+    params = _sampling(request, model.defaults, facts.max_model_len if explicit is None else explicit)
     params.check(facts.vocab_size)
     tokens, field = await _prompt(request, model, facts)
     room = facts.max_model_len - len(tokens)
@@ -109,7 +108,7 @@ def resolve_request_id(request_id: str) -> str:
         return f"req-{secrets.token_hex(12)}"
     if len(request_id) > MAX_REQUEST_ID:
         raise InvalidRequest("request_id", f"at most {MAX_REQUEST_ID} characters, got {len(request_id)}")
-    if not all(" " <= character <= "~" for character in request_id):
+    if not (request_id.isascii() and request_id.isprintable()):
         raise InvalidRequest("request_id", "must be printable ASCII")
     return request_id
 
@@ -141,7 +140,7 @@ def _resumed(request: inference_pb2.GenerateRequest, params: SamplingParams, fac
     return tuple(request.resume.ids)
 
 
-def _sampling(request: inference_pb2.GenerateRequest, defaults: SamplingParams) -> SamplingParams:
+def _sampling(request: inference_pb2.GenerateRequest, defaults: SamplingParams, max_tokens: int) -> SamplingParams:
     """What the request sets over the model's defaults; the seed is drawn where it is unset."""
     sampling, stopping, response = request.sampling, request.stopping, request.response
 
@@ -159,6 +158,7 @@ def _sampling(request: inference_pb2.GenerateRequest, defaults: SamplingParams) 
         repetition_penalty=pick("repetition_penalty"),
         logit_bias=dict(sampling.logit_bias),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        max_tokens=max_tokens,
         min_tokens=stopping.min_tokens,
         stop_token_ids=tuple(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,

@@ -22,7 +22,7 @@ class ModelViews:
         self.workers: dict[str, Worker] = {}
         for worker in sorted(workers, key=lambda worker: not worker.connected):
             self.workers.setdefault(worker.worker_id, worker)
-        self.by_endpoint = {worker.endpoint: worker for worker in self.workers.values()}
+        self.ids = {worker.endpoint: worker_id for worker_id, worker in self.workers.items()}
         self.layouts: frozenset[KVLayout] = frozenset(w.layout for w in self.workers.values() if w.layout is not None)
         self.facts = _facts(self.workers.values())
         self._pools: dict[Role, list[WorkerView]] = {Role.PREFILL: [], Role.DECODE: []}

@@ -76,6 +76,8 @@ class Worker:
         `index`, under its endpoint. `chance` draws the pauses between two connections. `name` is what its certificate
         is for; empty: the endpoint's own host."""
         self.endpoint = endpoint
+        self.worker_id = ""  # this and its role are the snapshot's
+        self.role: Role | None = None
         self.snapshot: worker_pb2.WorkerSnapshot | None = None
         self.load = worker_pb2.WorkerLoad()
         self.links = worker_pb2.LinkTable()
@@ -102,21 +104,13 @@ class Worker:
         self._link_facts: Mapping[str, LinkFacts] = {}
         self._retry_now = asyncio.Event()
 
-    @property
-    def worker_id(self) -> str:
-        return self.snapshot.worker_id if self.snapshot else ""
-
-    @property
-    def role(self) -> Role | None:
-        return _ROLES.get(self.snapshot.role) if self.snapshot else None
-
     def view(self) -> WorkerView | None:
         """This worker for policies; None while its role or layout is unknown, or not one that requests go to."""
         snapshot, load, ledger, role = self.snapshot, self.load, self.ledger, self.role
         if snapshot is None or role is None or self.layout is None:
             return None
         return WorkerView(
-            worker_id=snapshot.worker_id,
+            worker_id=self.worker_id,
             role=role,
             layout=self.layout,
             max_num_seqs=snapshot.max_num_seqs,
@@ -241,6 +235,7 @@ class Worker:
         # A prefix cache has no layout of its own; of the others one that cannot be is an error.
         self.layout = layout_from_proto(snapshot.layout) if snapshot.role in _ROLES else None
         self.snapshot, self.draining = snapshot, snapshot.draining
+        self.worker_id, self.role = snapshot.worker_id, _ROLES.get(snapshot.role)
         self.load = worker_pb2.WorkerLoad(free_blocks=snapshot.total_blocks)  # until it reports
         self.speed = UNKNOWN
         self._index.drop(self.endpoint)

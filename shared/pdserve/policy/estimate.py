@@ -52,7 +52,8 @@ class Speed:
 
     def prompt_seconds(self, new: int, squares: int, chunk: int) -> float:
         """For prompts of `new` tokens in all, worth `squares`, alone, in chunks of at most `chunk`."""
-        return self.step * -(-new // max(1, chunk)) + self.token * new + self.square * squares
+        steps = -(-new // chunk) if chunk > 1 else new
+        return self.step * steps + self.token * new + self.square * squares
 
     def decode_seconds(self, decoding: int, context: int) -> float:
         """For one step of answers alone: what lies between two tokens of each."""

@@ -230,10 +230,10 @@ class PlacementRequest:
         remaining = self.remaining if decoding else 0
         return worker.layout.blocks_for(reserved_tokens(self.tokens, remaining, worker.lookahead_tokens))
 
-    def blocks_to_end(self, worker: WorkerView) -> int:
-        """KV blocks that the sequence probably has in its end."""
-        more = min(self.expected, self.remaining) if self.expected else 0
-        return worker.layout.blocks_for(self.tokens + more)
+    @property
+    def tokens_to_end(self) -> int:
+        """What the sequence probably has in its end."""
+        return self.tokens + (min(self.expected, self.remaining) if self.expected else 0)
 
     def held_tokens(self, worker: WorkerView) -> int:
         """Leading tokens that `worker` need not compute. The last one is always computed, for its logits."""

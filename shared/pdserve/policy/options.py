@@ -108,26 +108,27 @@ def _draws(seed: int, size: int) -> Iterator[int]:
         yield (state >> 32) * size >> 32
 
 
-class _Room:
-    """Whether workers that are up have a seat and pages for `request`."""
-
-    def __init__(self, request: PlacementRequest, *, decoding: bool) -> None:
-        self._request, self._decoding = request, decoding
-        self._blocks: dict[tuple[int, int], int] = {}  # workers of one kind need one sum
-
-    def fits(self, worker: WorkerView, held: int) -> bool:
-        """`held` are the leading blocks that the worker has in its cache."""
-        request, others = self._request, worker.answers
+def _with_room(
+    workers: Iterable[WorkerView], request: PlacementRequest, *, decoding: bool
+) -> Iterator[tuple[WorkerView, int, int]]:
+    """Those that are up and have a seat and pages for `request`, each with the leading tokens and blocks of it that it
+    has in its cache."""
+    needed: dict[tuple[int, int], int] = {}  # workers of one kind need one sum
+    for worker in workers:
+        others, size = worker.answers, worker.layout.block_size
         if not worker.usable or others >= worker.max_num_seqs or worker.worker_id in request.excluded:
-            return False
-        kind = worker.layout.block_size, worker.lookahead_tokens
-        blocks = self._blocks.get(kind)
+            continue
+        kind = size, worker.lookahead_tokens
+        blocks = needed.get(kind)
         if blocks is None:
-            blocks = self._blocks[kind] = request.blocks(worker, decoding=self._decoding)
+            blocks = needed[kind] = request.blocks(worker, decoding=decoding)
         # A held block costs nothing where others use it too. Where nobody does it is part of the room that is counted,
         # and the worker, which knows, may refuse; whoever was refused once waits until there is room in any case.
+        tokens = request.held_tokens(worker)
+        held = tokens // size
         fresh = min(blocks, worker.total_blocks) - (0 if request.was_refused else held)
-        return fits(fresh, worker.room, worker.watermark_blocks, others > 0)
+        if fits(fresh, worker.room, worker.watermark_blocks, others > 0):
+            yield worker, tokens, held
 
 
 def decode_options(
@@ -137,20 +138,16 @@ def decode_options(
     miss it by least, then by gap; what is left of ties goes to who had the conversation last, to who was given fewest,
     to more room, to the lower id. And who has most of the prompt. Where they are `computing` prompts, those too that
     would be through with this one first."""
-    found, room, fastest = [], _Room(request, decoding=True), view.assumed.answers
+    found, fastest, tokens_to_end = [], view.assumed.answers, request.tokens_to_end
     target = max(request.planned.itl, IDLE_ITL * fastest.decode_seconds(1, request.tokens))
-    for worker in workers:
-        held = request.held_tokens(worker)
-        blocks = held // worker.layout.block_size
-        if not room.fits(worker, blocks):
-            continue
-        tight = request.expected > 0 and request.blocks_to_end(worker) - blocks > worker.room
-        joined = worker.answers + 1, worker.load + request.tokens
-        gap = view.answer_speed(worker).decode_seconds(*joined)
-        even = leveled(gap, fastest.decode_seconds(*joined))
-        near = worker.worker_id in request.near
-        ties = not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id
-        found.append(((tight, _excess(gap, target), even, *ties), (worker, held, gap, tight)))
+    for worker, held, blocks in _with_room(workers, request, decoding=True):
+        name, room = worker.worker_id, worker.room
+        tight = request.expected > 0 and worker.layout.blocks_for(tokens_to_end) - blocks > room
+        answers, context = worker.answers + 1, worker.load + request.tokens
+        gap = view.answer_speed(worker).decode_seconds(answers, context)
+        even = leveled(gap, fastest.decode_seconds(answers, context))
+        ties = name not in request.near, worker.outstanding_tokens, worker.placed, -room, name
+        found.append(((tight, _excess(gap, target), even, ties), (worker, held, gap, tight)))
     found.sort(key=itemgetter(0))
     best, others = [DecodeOption(*facts) for _, facts in found[:BEST]], found[BEST:]
     if computing and others:
@@ -178,18 +175,14 @@ def _prompt_times(
 def prefill_options(workers: Iterable[WorkerView], view: FleetView, request: PlacementRequest) -> list[PrefillOption]:
     """The best few that have room, best first: those that keep the target, or miss it by least, then by predicted time,
     then as `decode_options`; and the best that takes prompts now."""
-    found, room, tokens = [], _Room(request, decoding=False), request.tokens
+    found, tokens = [], request.tokens
     idle = view.assumed.prompts.prompt_seconds(tokens, tokens * tokens, tokens)
     target = max(request.planned.ttft, IDLE_TTFT * idle)
-    for worker in workers:
-        held = request.held_tokens(worker)
-        if not room.fits(worker, held // worker.layout.block_size):
-            continue
+    for worker, held, _ in _with_room(workers, request, decoding=False):
         time, even = _prompt_times(worker, request, view, held)
-        near = worker.worker_id in request.near
-        late = _excess(request.waited + time.total, target)
-        rank = (late, even, not near, worker.outstanding_tokens, worker.placed, -worker.room, worker.worker_id)
-        found.append((rank, (worker, held, time, even)))
+        late, name = _excess(request.waited + time.total, target), worker.worker_id
+        ties = name not in request.near, worker.outstanding_tokens, worker.placed, -worker.room, name
+        found.append(((late, even, ties), (worker, held, time, even)))
     found.sort(key=itemgetter(0))
     best, others = [PrefillOption(*facts) for _, facts in found[:BEST]], found[BEST:]
     if not any(option.worker.accepts_prompt for option in best):

@@ -29,10 +29,7 @@ class PromptTime(NamedTuple):
 def prompt_time(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> PromptTime:
     """For `request` on `worker`, which has `held` of its leading tokens, behind all prompts that are there or bound
     for there."""
-    queue, queued = 0.0, worker.queued_tokens
-    if queued:
-        queue = speed.prompt_seconds(queued, worker.queued_squares, worker.max_num_batched_tokens)
-    return PromptTime(queue, compute_seconds(worker, request, speed, held))
+    return PromptTime(queue_seconds(worker, speed), compute_seconds(worker, request, speed, held))
 
 
 def leveled(own: float, fastest: float) -> float:
@@ -51,7 +48,14 @@ def leveled_time(
 ) -> tuple[PromptTime, float]:
     """`prompt_time` by the worker's own `speed`, and the seconds to choose it by (see `leveled`)."""
     time = prompt_time(worker, request, speed, held)
-    return time, leveled(time.total, prompt_time(worker, request, fastest, held).total)
+    level = queue_seconds(worker, fastest) + compute_seconds(worker, request, fastest, held)
+    return time, leveled(time.total, level)
+
+
+def queue_seconds(worker: WorkerView, speed: Speed) -> float:
+    """For all prompts that are on `worker` or bound for there."""
+    queued = worker.queued_tokens
+    return speed.prompt_seconds(queued, worker.queued_squares, worker.max_num_batched_tokens) if queued else 0.0
 
 
 def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> float:
@@ -89,8 +93,8 @@ def gap_after(
     """
     running, context = worker.answers, worker.load
     if seconds and request.expected and (running or joining):
-        lifetime = request.expected * max(1e-6, speed.decode_seconds(running, context))
-        left, still = 1 - min(1.0, seconds / lifetime), min(1.0, lifetime / seconds)
+        lifetime = request.expected * speed.decode_seconds(running, context)
+        left, still = (1 - seconds / lifetime, 1.0) if seconds < lifetime else (0.0, lifetime / seconds)
         running = round(running * left + joining * still)
         context = round(context * left + joining_tokens * still)
     else:

@@ -6,7 +6,7 @@ workers there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 
 class PrefixIndex:
@@ -61,25 +61,25 @@ class PrefixIndex:
         is before it, and the ends of all holders are found by halving; where one has a gap after all (its own bound
         here is lower than its cache), the count may be too high, and the prompt takes longer than predicted.
         """
-        counts: dict[str, int] = {}
-        alive = self._masks.get(hashes[0], 0) if hashes else 0
-        if alive:
-            self._split(hashes, 1, len(hashes), alive, counts)
-        return counts
-
-    def _split(self, hashes: Sequence[bytes], low: int, high: int, alive: int, counts: dict[str, int]) -> None:
-        """Count the holders `alive`, who have the first `low` and perhaps up to `high`."""
-        while low < high:
-            middle = (low + high + 1) // 2
-            further = alive & self._masks.get(hashes[middle - 1], 0)
-            if further and further != alive:
-                self._split(hashes, low, middle - 1, alive & ~further, counts)
-            if further:
+        masks, names, counts = self._masks, self._names, dict[str, int]()
+        alive = masks.get(hashes[0], 0) if hashes else 0
+        ranges = [(1, len(hashes), alive)] if alive else []  # holders who have the first `low`, perhaps up to `high`
+        while ranges:
+            low, high, alive = ranges.pop()
+            while low < high:
+                middle = (low + high + 1) // 2
+                further = alive & masks.get(hashes[middle - 1], 0)
+                if not further:
+                    high = middle - 1
+                    continue
+                if further != alive:
+                    ranges.append((low, middle - 1, alive ^ further))
                 low, alive = middle, further
-            else:
-                high = middle - 1
-        for name in self._named(alive):
-            counts[name] = low
+            while alive:
+                bit = alive & -alive
+                counts[names[bit.bit_length() - 1]] = low
+                alive ^= bit
+        return counts
 
     def __len__(self) -> int:
         """How many different blocks it knows of."""
@@ -91,12 +91,6 @@ class PrefixIndex:
             number = self._bits[holder] = self._free.pop() if self._free else len(self._bits)
             self._names[number] = holder
         return number
-
-    def _named(self, mask: int) -> Iterator[str]:
-        while mask:
-            bit = mask & -mask
-            yield self._names[bit.bit_length() - 1]
-            mask ^= bit
 
     def _forget(self, bit: int, digest: bytes) -> None:
         left = self._masks[digest] & ~bit

@@ -80,8 +80,8 @@ def choose_pair(view: FleetView, request: PlacementRequest, rules: Rules = DEFAU
     decodes = _decodes(view, request, computing=places.local and not places.remote)
     if not decodes:
         return Decision(Kind.WAIT, "no decode worker has room")
-    whole = any(holds_prompt(request, option.worker) for option in decodes)
-    if not (places.remote or places.local or whole):
+    computed = places.remote or places.local
+    if not (computed or any(holds_prompt(request, option.worker) for option in decodes)):
         return _nobody(places.reason, request, rules) if places.down else Decision(Kind.WAIT, places.reason)
     prefills = _prefills(view, request) if places.remote else []
     found = options(view, request, places, prefills, decodes, rules)

@@ -17,6 +17,6 @@ def check_tenant(tenant: str) -> str:
     """`tenant`, once it is sure that it may stand in logs. Raises InvalidRequest."""
     if len(tenant) > MAX_TENANT:
         raise InvalidRequest(TENANT, f"at most {MAX_TENANT} characters, got {len(tenant)}")
-    if not all(" " <= character <= "~" for character in tenant):
+    if not (tenant.isascii() and tenant.isprintable()):
         raise InvalidRequest(TENANT, "must be printable ASCII")
     return tenant

@@ -67,5 +67,8 @@ def setup_logs(service: str, level: str = "info") -> None:
 @contextmanager
 def log_request(request_id: str) -> Iterator[None]:
     """Put `request_id` on everything that this task, and those it starts, logs inside the block."""
-    with structlog.contextvars.bound_contextvars(request_id=request_id):
+    bound = structlog.contextvars.bind_contextvars(request_id=request_id)
+    try:
         yield
+    finally:
+        structlog.contextvars.reset_contextvars(**bound)

@@ -70,11 +70,10 @@ async def test_a_refused_request_says_nothing_of_how_long_requests_take() -> Non
     door = Door(settings, cast(Any, None), cast(Any, None), cast(Any, None))
     wishes = Wishes("a")
     for _ in range(20):
-        async with door.entered(wishes, Measure([], "chat")):
+        with door.entered(wishes, Measure([], "chat")):
             pass
-    async with door.entered(wishes, Measure([], "chat")):
-        with pytest.raises(TenantLimited) as caught:
-            await door.entered(wishes, Measure([], "chat")).__aenter__()
+    with door.entered(wishes, Measure([], "chat")), pytest.raises(TenantLimited) as caught:
+        door.entered(wishes, Measure([], "chat")).__enter__()
     assert caught.value.retry_after == 1.0, "none has ended yet"
 
 
@@ -138,7 +137,7 @@ async def test_the_door_learns_from_those_whose_targets_are_kept(
         spec=SimpleNamespace(priority=priority, cache_salt=""),
     )  # fmt: skip
     measure, wishes = Measure([], "chat"), Wishes("a", targets=SloTargets(1000.0, 50.0, 99.0), stated=stated)
-    async with door.entered(wishes, measure) as visit:
+    with door.entered(wishes, measure) as visit:
         await visit.admit(asked, asyncio.get_running_loop().time() + 1000.0)
         for number in range(1, 12):
             measure.timeline.token(measure.timeline.arrived + number * 100_000_000_000, number)
