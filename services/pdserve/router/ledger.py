@@ -80,7 +80,7 @@ class Entry:
         work = self._work
         if self._flies and work.prefill_tokens:
             self._ledger._fly(Work(0, work.prefill_tokens, work.prefill_squares), -1)
-            self._work = Work(work.tokens, blocks=work.blocks)
+            self._work = Work(work.tokens, blocks=work.blocks, bounded=work.bounded)
 
     def land(self) -> None:
         """A report has it. May be called again."""
