@@ -140,6 +140,16 @@ def values(metrics: RouterMetrics) -> dict[tuple[str, ...], float]:
     return {(sample.name, *sorted(sample.labels.values())): sample.value for sample in samples}
 
 
+def test_a_placement_is_heard_of_once_and_not_before_it_is_told() -> None:
+    metrics = router_metrics()
+    measure, count = measured(metrics), ("pdserve_request_queue_time_seconds_count", "tiny")
+    measure.timeline.queued(0.004)
+    assert values(metrics)[count] == 0
+    for _ in range(2):
+        measure.timeline.tell()
+        assert values(metrics)[count] == 1
+
+
 def test_what_is_exported_is_what_was_measured() -> None:
     metrics = router_metrics()
     measure = measured(metrics)
@@ -148,7 +158,7 @@ def test_what_is_exported_is_what_was_measured() -> None:
     measure.usage.prompt_tokens, measure.usage.cached_tokens, measure.usage.replays = 40, 16, 2
     for number, stamp in enumerate((60, 90, 130), 1):
         measure.timeline.token(at + stamp * MS, number, took=0.02)
-    measure.queued(0.004)
+    measure.timeline.queued(0.004)
     measure.refused()
     measure.rearmed()
     measure.answered(LENGTH)
