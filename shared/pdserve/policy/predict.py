@@ -31,7 +31,17 @@ def prompt_time(worker: WorkerView, request: PlacementRequest, speed: Speed, hel
     queue, queued = 0.0, worker.queued_tokens
     if queued:
         queue = speed.prompt_seconds(queued, worker.queued_squares, worker.max_num_batched_tokens)
+        queue -= min(queue, done_seconds(worker, request.now, speed))
     return PromptTime(queue, compute_seconds(worker, request, speed, held))
+
+
+def done_seconds(worker: WorkerView, now: float, speed: Speed) -> float:
+    """What is done of the step under way, which its report does not show: its tokens all count as waiting until its
+    end. No more than what the cheapest step of so many tokens takes: a worker that was stopped is not through."""
+    chunk = min(worker.reported_prefill_tokens, worker.max_num_batched_tokens)
+    if not chunk:
+        return 0.0
+    return max(0.0, min(now - worker.step_since, speed.prompt_seconds(chunk, chunk * chunk, chunk)))
 
 
 def leveled(own: float, fastest: float) -> float:
