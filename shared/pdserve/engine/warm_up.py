@@ -16,11 +16,11 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Scheduled, SchedulerConfig
 from pdserve.policy.estimate import squares
 
-SECONDS = 2.0  # what the steps that are timed may take in all
+SECONDS = 1.0  # what the steps that are timed may take in all
 RUNS = 3  # timed steps of each shape, of which the median counts: one may be held up
 LONGEST = 2048  # tokens of KV that steps read
 ANSWERS = (1, 4, 16)
-PARTS = (32, 8, 2, 1)  # of the largest chunk
+PARTS = (32, 16, 8, 2, 1)  # of the largest chunk; the second is the one far into its prompt
 _FILL = 0.01  # KV that is read but was never computed: memory that nobody wrote to is not there yet
 
 
@@ -53,9 +53,7 @@ def shapes(config: SchedulerConfig, block_size: int, blocks: int, *, prompts: bo
         chunk = min(config.max_num_batched_tokens, longest)
         for part in PARTS:
             if (count := chunk // part) > 1:
-                yield Shape(1, 0, count)
-                if part == PARTS[1] and longest >= 2 * count:
-                    yield Shape(1, longest - count, count)
+                yield Shape(1, longest - count if part == PARTS[1] else 0, count)
 
 
 def timed_steps(
@@ -84,9 +82,9 @@ def timed_steps(
             each = kv.layout.blocks_for(shape.before + shape.count)
             batch = [_scheduled(shape, index, each) for index in range(shape.sequences)]
             runner.run(batch, None)
-            taken = [_timed(runner, batch, clock) for _ in range(RUNS)]
-            seconds -= sum(taken)
-            yield shape, median(taken)
+            taken = median(_timed(runner, batch, clock) for _ in range(RUNS))
+            seconds -= RUNS * taken
+            yield shape, taken
     finally:
         pages.zero_()
 

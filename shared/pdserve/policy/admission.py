@@ -90,13 +90,8 @@ def admit(
         misses.append((ttft - left, Target.TTFT, f"{asked}: it would come in {1e3 * ttft:.0f} ms, {1e3 * idle:.0f} ms"))
     if wait > 0 and gap is not None:
         asked = f"{1e3 * request.targets.itl:g} ms between tokens would not be kept{_IN_HAND}"
-        misses.append(
-            (
-                wait,
-                Target.ITL,
-                f"{asked}: it would be {1e3 * margins.gap.stretched(idle_gap, gap):.1f} ms, {1e3 * idle_gap:.1f} ms",
-            )
-        )
+        stretched = margins.gap.stretched(idle_gap, gap)
+        misses.append((wait, Target.ITL, f"{asked}: it would be {1e3 * stretched:.1f} ms, {1e3 * idle_gap:.1f} ms"))
     if not misses:
         return admitted
     _, missed, said = misses[0]

@@ -56,8 +56,8 @@ class WorkerView:
     `prefill_tokens` and `prefill_squares`. `outstanding_tokens` are those of sequences that this router sent and has
     not seen the end of. The `reported_` figures count every router's work. `claimed` ones wait in this router until
     the worker takes more. `squares` are of tokens that wait to be computed, as in `policy.estimate`. `step_since` is
-    when the step under way began, by the clock of `PlacementRequest.now`. `links` are the worker's KV links that are up,
-    by the peer's worker id. `node` is the machine's name.
+    when the step under way began, by the clock of `PlacementRequest.now`. `links` are the worker's KV links that are
+    up, by the peer's worker id. `node` is the machine's name.
     """
 
     worker_id: str
