@@ -25,19 +25,19 @@ _FILL = 0.01  # KV that is read but was never computed: memory that nobody wrote
 
 
 class Shape(NamedTuple):
-    """A step that computes `count` tokens, behind `before` that have KV, of each of `sequences`. Of an answer `count`
+    """A step that computes `new` tokens, behind `before` that have KV, of each of `sequences`. Of an answer `new`
     is 1, of a prompt more."""
 
     sequences: int
     before: int
-    count: int
+    new: int
 
     @property
     def work(self) -> tuple[int, int, int, int]:
         """As `policy.estimate.SpeedEstimate` takes it."""
-        if self.count == 1:
+        if self.new == 1:
             return 0, 0, self.sequences, self.sequences * self.before
-        return self.sequences * self.count, self.sequences * squares([(self.before, self.count)]), 0, 0
+        return self.sequences * self.new, self.sequences * squares([(self.before, self.new)]), 0, 0
 
 
 def shapes(config: SchedulerConfig, block_size: int, blocks: int, *, prompts: bool, answers: bool) -> Iterator[Shape]:
@@ -79,7 +79,7 @@ def timed_steps(
         for shape in shapes(config, kv.block_size, blocks, prompts=prompts, answers=answers):
             if RUNS * expected(shape) > seconds:
                 break
-            each = kv.layout.blocks_for(shape.before + shape.count)
+            each = kv.layout.blocks_for(shape.before + shape.new)
             batch = [_scheduled(shape, index, each) for index in range(shape.sequences)]
             runner.run(batch, None)
             taken = median(_timed(runner, batch, clock) for _ in range(RUNS))
@@ -97,7 +97,7 @@ def _timed(runner: Runner, batch: list[Scheduled], clock: Callable[[], float]) -
 
 def _scheduled(shape: Shape, index: int, blocks: int) -> Scheduled:
     """One sequence of such a step, whose pages are those behind the ones of `index` others."""
-    total = shape.before + shape.count
+    total = shape.before + shape.new
     spec = SequenceSpec(f"warm-up {index}", (1,) * total, total, SamplingParams(max_tokens=1))
     table = list(range(index * blocks, (index + 1) * blocks))
-    return Scheduled(Sequence(spec.request_id, spec, index, block_table=table, num_computed=shape.before), shape.count)
+    return Scheduled(Sequence(spec.request_id, spec, index, block_table=table, num_computed=shape.before), shape.new)

@@ -138,23 +138,23 @@ def test_the_smallest_engines_get_warm_too(model: Path, options: dict[str, int])
 def test_prefill_workers_make_no_answers_and_the_other_way_round() -> None:
     for prompts, answers in itertools.product((True, False), repeat=2):
         made = list(shapes(LONG, BLOCK, 128, prompts=prompts, answers=answers))
-        assert any(shape.count > 1 for shape in made) is prompts
-        assert any(shape.count == 1 for shape in made) is answers
+        assert any(shape.new > 1 for shape in made) is prompts
+        assert any(shape.new == 1 for shape in made) is answers
 
 
 def every_shape() -> Iterator[tuple[int, Shape]]:
     for blocks, longest, seqs, batched in itertools.product((1, 3, 128), (2, 40, 4096), (1, 3, 256), (1, 100, 4096)):
         config = SchedulerConfig(longest, seqs, batched, 64, 1)
         for shape in shapes(config, BLOCK, blocks, prompts=True, answers=True):
-            assert shape.before + shape.count <= longest and shape.sequences <= seqs
-            assert shape.sequences * shape.count <= batched
+            assert shape.before + shape.new <= longest and shape.sequences <= seqs
+            assert shape.sequences * shape.new <= batched
             yield blocks, shape
 
 
 def test_no_shape_needs_pages_that_are_not_there() -> None:
     seen = 0
     for blocks, shape in every_shape():
-        each = -(-(shape.before + shape.count) // BLOCK)
+        each = -(-(shape.before + shape.new) // BLOCK)
         assert shape.sequences * each <= blocks, shape
         seen += 1
     assert seen > 100
