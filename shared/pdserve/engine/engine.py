@@ -259,7 +259,7 @@ class Engine:
             self._append(sequence, next(tokens))
 
     def _measure(self, batch: Sequence[Scheduled], seconds: float) -> None:
-        """Take in how long a step took. Of the rate of prompts short ones say little of what a long one takes."""
+        """Take in how long a step took."""
         chunks = [(s.sequence.num_computed, s.count) for s in batch if s.sequence.in_prefill]
         count, answers = sum(count for _, count in chunks), [s.sequence for s in batch if not s.sequence.in_prefill]
         context = sum(sequence.num_computed for sequence in answers)
@@ -267,6 +267,7 @@ class Engine:
 
     def _learn(self, count: int, pairs: int, answers: int, context: int, seconds: float) -> None:
         self._speed.observe(count, pairs, answers, context, seconds)
+        # Of the rate of prompts short ones say little.
         if count >= PREFILL_SAMPLE and seconds > 0:
             known = self.prefill_rate or count / seconds
             self.prefill_rate = known + PREFILL_WEIGHT * (count / seconds - known)

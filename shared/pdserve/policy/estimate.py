@@ -38,7 +38,6 @@ _PRIOR = 1e-4  # of a step; what coefficients are held at 0 by before anything i
 _SHORTEST = 1e-9  # seconds that a step takes at least
 _COUNT = len(_SCALES)
 _EVERY = tuple(range(_COUNT))
-
 _HELD = 2.0  # steps as each of these, which are what stays known of its kind when no such step comes for long
 _RENEWED = 16  # steps, after which that is weighed anew
 
@@ -186,17 +185,15 @@ def nonnegative(matrix: Matrix, moments: Sequence[float]) -> list[float]:
         if most in chosen or slopes[most] <= 0.0:
             break
         chosen.append(most)
-        while min((wanted := solve(matrix, moments, chosen))[k] for k in chosen) < 0.0:
-            # As far towards it as all stay positive; whoever is 0 there leaves.
-            reach = min(found[k] / (found[k] - wanted[k]) for k in chosen if wanted[k] < 0.0)
-            found = [old + reach * (new - old) for old, new in zip(found, wanted, strict=True)]
-            gone = min((k for k in chosen if wanted[k] < 0.0), key=found.__getitem__)
+        wanted = solve(matrix, moments, chosen)
+        while below := [k for k in chosen if wanted[k] < 0.0]:
+            # As far towards it as none gets negative; whoever is 0 there leaves.
+            reach, gone = min((found[k] / (found[k] - wanted[k]), k) for k in below)
+            found = [max(0.0, old + reach * (new - old)) for old, new in zip(found, wanted, strict=True)]
             found[gone] = 0.0
             chosen.remove(gone)
-            if not chosen:
-                break
-        else:
-            found = wanted
+            wanted = solve(matrix, moments, chosen)
+        found = wanted
     return found
 
 
