@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -161,3 +163,20 @@ async def test_who_would_come_too_late_is_told_so_at_once(pair: Cluster) -> None
     found = await scrape(pair, "router")
     assert found[REJECTED.format("ttft")] == 1 and found[REJECTED.format("deadline")] == 1
     await pair.assert_all_free()
+
+
+async def test_a_fresh_fleet_keeps_what_it_can_from_the_first_request_on(tmp_path: Path) -> None:
+    """Workers that have just started have told how fast they are, so that the very first request is judged by it: one
+    whose targets can be kept is taken in, though it comes beside others, and so is the next."""
+    part = ModelPart(make_tiny_model(tmp_path / "tiny"), "tiny", prefill=1, decode=1)
+    targets = {"slo-ttft-ms": 20_000, "slo-itl-ms": 10_000}  # ample, on any machine
+    async with serve(tmp_path / "logs", part, per_worker={"router": targets}) as cluster:
+        workers = await cluster.client.fleet()
+        assert {worker.role for worker in workers} == {"prefill", "decode"}
+        for worker in workers:
+            known = worker.speed.knows_prompts, worker.speed.knows_answers
+            assert known == (True, worker.role == "decode") and worker.computed_tokens == 0
+        first = [cluster.client.complete(prompt(900, seed), max_tokens=8, ignore_eos=True) for seed in range(8)]
+        for done in await asyncio.gather(*first):
+            assert len(done.tokens) == 8
+        await cluster.assert_all_free()

@@ -30,13 +30,14 @@ async def command(*arguments: str) -> tuple[int | None, str, str]:
 
 @pytest.mark.timeout(600)
 async def test_a_suite_is_measured_and_then_simulated(tmp_path: Path) -> None:
-    """Idle workers know nothing, and that is said; after some requests each pool knows its part, and it simulates."""
+    """Workers that nobody asked for anything know what their own steps told them; requests add to that, and it
+    simulates."""
     model = make_tiny_model(tmp_path / "tiny", "llama")
     async with serve(tmp_path / "logs", ModelPart(model, "tiny", prefill=1, decode=1)) as suite:
         target = ("--target", suite.endpoint, "--internal-secret-file", str(suite.suite.internal_secret_file))
         status, out, err = await command("probe", "speed", *target)
-        assert status == 1 and "no worker knows yet what prompts and answers take" in err
-        assert "0 steps with prompts, 0 with answers" in out
+        assert status == 0, err
+        assert "steps with prompts, 0 with answers" in out
         status, out, err = await command("probe", "speed", *target, "--requests", str(REQUESTS), "--json")
         assert status == 0, err
         prefill, decode = map(json.loads, out.splitlines())

@@ -91,6 +91,7 @@ class SimEngine:
             transports=["gloo"],
             versions={},
             notes={},
+            load=self.engine.load(),
         )
 
     def send(self, message: m.ToEngine) -> None:

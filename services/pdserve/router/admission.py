@@ -142,8 +142,9 @@ class Visit:
             expected=self.door.expected(model),
             targets=self.wishes.targets,
             stated=self.wishes.stated,
-            waited=_now() - self.arrived,
+            waited=(now := _now()) - self.arrived,
             draw=round(1e9 * self.arrived),
+            now=now,
         )
         admission = self._ask(resolved, request, ahead, deadline)
         if not admission.admitted:  # then what is cached decides, and is worth hashing the prompt for

@@ -241,6 +241,7 @@ class Dispatcher:
             down_for=0.0 if since is None else now - max(since, item.queued),
             overtaken=queue.overtaken.get(item, 0),
             draw=item.arrival,
+            now=now,
         )
 
     def _choose(self, item: Waiting, view: FleetView, request: PlacementRequest) -> Decision:

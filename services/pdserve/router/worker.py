@@ -87,6 +87,7 @@ class Worker:
         self.connected = False
         self.draining = False
         self.reports = 0
+        self._step_since = 0.0  # when the last step that it told of was over, the loop's time
         # When something there last spoke, be it to say that it is not ready; the loop's time.
         self.alive_at = asyncio.get_running_loop().time()
         self.channel: grpc.aio.Channel | None = None
@@ -133,6 +134,7 @@ class Worker:
             reported_prefill_tokens=load.pending_prefill_tokens,
             reported_prefill_squares=load.pending_prefill_squares,
             reported_owned_blocks=load.owned_blocks + load.reserved_blocks,
+            step_since=self._step_since,
             speed=self.speed,
             node=snapshot.node,
             links=self._link_facts,
@@ -263,6 +265,8 @@ class Worker:
         if delta.sequence != self._sequence + 1:
             raise Unavailable(f"Watch went from delta {self._sequence} to {delta.sequence}")
         self._sequence = delta.sequence
+        if delta.load.steps != self.load.steps or not self.load.pending_prefill_tokens:
+            self._step_since = asyncio.get_running_loop().time()  # its next one begins
         self.load, self.draining = delta.load, delta.draining
         if self.snapshot is not None:
             self.snapshot.draining = delta.draining

@@ -171,6 +171,7 @@ class Simulation:
             down_for=self.now - max(since, request.arrival.at),
             overtaken=self._backlog.overtaken.get(request, 0),
             draw=request.number,
+            now=self.now,
         )
 
     def _place(self, request: Request, decision: Decision) -> bool:

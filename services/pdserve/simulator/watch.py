@@ -94,6 +94,7 @@ class Watch:
             reported_prefill_tokens=worker.backlog,
             reported_prefill_squares=worker.backlog_squares,
             reported_owned_blocks=worker.pool.num_owned,
+            step_since=worker.step_since,
             speed=worker.estimate.speed,
             links=self._links,
         )

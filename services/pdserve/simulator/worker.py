@@ -56,6 +56,7 @@ class Worker:
         self.jobs: dict[int, Job] = {}
         self.running: list[Job] = []
         self.backlog = self.backlog_squares = 0  # prompt tokens that wait to be computed
+        self.step_since = 0.0  # when the step under way began
         self.estimate = SpeedEstimate()
         self._cost, self._speed, self._schedule = cost, speed, schedule
         self.itl_target = itl_target
@@ -179,6 +180,7 @@ class Worker:
         seconds = self._cost.step(chunks, len(answers), context) / self._speed
         self._account(seconds, 1, len(answers))
         seen = sum(count for _, count in batch), squares(chunks), len(answers), context, seconds
+        self.step_since = now
         self._end_at(now + seconds, lambda at: self._end_mixed(batch, answers, seen, at))
 
     def _whole(self, prompts: list[Job]) -> list[tuple[Job, int]]:

@@ -13,6 +13,7 @@ from pdserve.engine.outputs import ChunkDone, Ended, Load, PromptDone, TokenLogp
 from pdserve.engine.runner import Runner
 from pdserve.engine.sampler import SampledToken
 from pdserve.engine.scheduler import Phase, Scheduled, Scheduler, SchedulerConfig
+from pdserve.engine.warm_up import RUNS, Shape, timed_steps
 from pdserve.policy.estimate import SpeedEstimate, squares
 
 PREFILL_SAMPLE = 64  # tokens
@@ -64,7 +65,6 @@ class Engine:
         self.computed_tokens = self.sampled_tokens = 0
         self.on_forward: Callable[[], None] | None = None  # called after the last layer of each step
         self.prefill_rate = 0.0  # prompt tokens a second in steps that compute prompts, smoothed; 0: none yet
-        self._prefill_samples = 0
         self._speed = SpeedEstimate()
         self._runner = runner
         self._on_layer = on_layer
@@ -72,6 +72,19 @@ class Engine:
         self._clocks: dict[str, _Clock] = {}
         self._order = 0
         self._outputs = Outputs()
+
+    def warm_up(self, *, prompts: bool = True, answers: bool = True) -> None:
+        """Make steps that nobody asked for, so that the first ones that somebody does are as fast as the others, and
+        take in how long they took. Before anything is taken in; they are counted nowhere."""
+
+        def expected(shape: Shape) -> float:
+            return self._speed.expected(*shape.work)
+
+        for shape, seconds in timed_steps(
+            self._runner, self.scheduler.config, self.clock, expected, prompts=prompts, answers=answers
+        ):
+            for _ in range(RUNS):
+                self._learn(*shape.work, seconds)
 
     @property
     def has_work(self) -> bool:
@@ -247,16 +260,18 @@ class Engine:
             self._append(sequence, next(tokens))
 
     def _measure(self, batch: Sequence[Scheduled], seconds: float) -> None:
-        """Take in how long a step took. Of the rate of prompts short ones say little of what a long one takes."""
+        """Take in how long a step took."""
         chunks = [(s.sequence.num_computed, s.count) for s in batch if s.sequence.in_prefill]
         count, answers = sum(count for _, count in chunks), [s.sequence for s in batch if not s.sequence.in_prefill]
         context = sum(sequence.num_computed for sequence in answers)
-        self._speed.observe(count, squares(chunks), len(answers), context, seconds)
+        self._learn(count, squares(chunks), len(answers), context, seconds)
+
+    def _learn(self, count: int, pairs: int, answers: int, context: int, seconds: float) -> None:
+        self._speed.observe(count, pairs, answers, context, seconds)
+        # Of the rate of prompts short ones say little.
         if count >= PREFILL_SAMPLE and seconds > 0:
-            # The first one is cold, so the second takes its place.
-            known = self.prefill_rate if self._prefill_samples > 1 else count / seconds
+            known = self.prefill_rate or count / seconds
             self.prefill_rate = known + PREFILL_WEIGHT * (count / seconds - known)
-            self._prefill_samples += 1
 
     def _append(self, sequence: EngineSequence, sampled: SampledToken) -> None:
         logprobs = None if sampled.logprob is None else TokenLogprobs(sampled.logprob, list(sampled.top))

@@ -83,21 +83,21 @@ def admit(
     admitted = Admission(kept, None, predicted, gap, idle_ttft=idle, idle_gap=idle_gap, joined_gap=joined)
     misses: list[tuple[float, Target, str]] = []
     if idle <= time_left < ttft:
-        said = f"its deadline is in {time_left:.3g} s, and the first token would come in {ttft:.3g} s"
+        said = f"its deadline is in {time_left:.3g} s, and the first token would come in {ttft:.3g} s, {idle:.3g} s"
         misses.append((ttft - time_left, Target.DEADLINE, said))
     if idle <= left < ttft:
         asked = f"{1e3 * request.targets.ttft:g} ms to the first token would not be kept{_IN_HAND}"
-        misses.append((ttft - left, Target.TTFT, f"{asked}: it would come in {1e3 * ttft:.0f} ms"))
+        misses.append((ttft - left, Target.TTFT, f"{asked}: it would come in {1e3 * ttft:.0f} ms, {1e3 * idle:.0f} ms"))
     if wait > 0 and gap is not None:
         asked = f"{1e3 * request.targets.itl:g} ms between tokens would not be kept{_IN_HAND}"
-        misses.append((wait, Target.ITL, f"{asked}: it would be {1e3 * margins.gap.stretched(idle_gap, gap):.1f} ms"))
+        stretched = margins.gap.stretched(idle_gap, gap)
+        misses.append((wait, Target.ITL, f"{asked}: it would be {1e3 * stretched:.1f} ms, {1e3 * idle_gap:.1f} ms"))
     if not misses:
         return admitted
     _, missed, said = misses[0]
     retry_after = min(RETRY_MAX, max(RETRY_MIN, *(seconds for seconds, _, _ in misses)))
-    return replace(
-        admitted, reason=f"{said}; {ahead.count} requests wait ahead", missed=missed, retry_after=retry_after
-    )
+    said += f" with nobody else there; {ahead.count} requests wait ahead in the router"
+    return replace(admitted, reason=said, missed=missed, retry_after=retry_after)
 
 
 def _gap(

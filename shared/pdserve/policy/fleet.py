@@ -56,8 +56,9 @@ class WorkerView:
     `prefill_tokens` and `prefill_squares`. `outstanding_tokens` are those of sequences that this router sent and has
     not seen the end of. The `reported_` figures count every router's work. `claimed` ones wait in this router until
     the worker takes more. `bounded` sequences are those whose gaps somebody asked to be bounded. `squares` are of
-    tokens that wait to be computed, as in `policy.estimate`. `links` are the worker's KV links that are up, by the
-    peer's worker id. `node` is the machine's name.
+    tokens that wait to be computed, as in `policy.estimate`. `step_since` is when the step under way began, by the
+    clock of `PlacementRequest.now`. `links` are the worker's KV links that are up, by the peer's worker id. `node` is
+    the machine's name.
     """
 
     worker_id: str
@@ -86,6 +87,7 @@ class WorkerView:
     reported_owned_blocks: int = 0
     claimed_tokens: int = 0
     claimed_squares: int = 0
+    step_since: float = 0.0
     speed: Speed = UNKNOWN
     node: str = ""
     links: Mapping[str, LinkFacts] = field(default_factory=dict, hash=False)
@@ -203,7 +205,7 @@ class PlacementRequest:
     `waited` are the seconds since it arrived, `down_for` those since which no worker was up for it. `stated` are those
     of its `targets` that somebody asked for: it waits for a place that keeps them, until `overtaken`, the number of
     those that were placed past it, says that waiting does not help. `draw` is its random number, for fleets of which
-    only a sample is looked at.
+    only a sample is looked at. `now` is when this is asked, in seconds of the caller's clock.
     """
 
     tokens: int
@@ -219,6 +221,7 @@ class PlacementRequest:
     down_for: float = 0.0
     overtaken: int = 0
     draw: int = 0
+    now: float = 0.0
 
     @property
     def planned(self) -> SloTargets:

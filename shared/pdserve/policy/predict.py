@@ -29,7 +29,16 @@ class PromptTime(NamedTuple):
 def prompt_time(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> PromptTime:
     """For `request` on `worker`, which has `held` of its leading tokens, behind all prompts that are there or bound
     for there."""
-    return PromptTime(queue_seconds(worker, speed), compute_seconds(worker, request, speed, held))
+    return PromptTime(queue_seconds(worker, request.now, speed), compute_seconds(worker, request, speed, held))
+
+
+def done_seconds(worker: WorkerView, now: float, speed: Speed) -> float:
+    """What is done of the step under way, which its report does not show: its tokens all count as waiting until its
+    end. No more than what the cheapest step of so many tokens takes: a worker that was stopped is not through."""
+    chunk = min(worker.reported_prefill_tokens, worker.max_num_batched_tokens)
+    if not chunk:
+        return 0.0
+    return max(0.0, min(now - worker.step_since, speed.prompt_seconds(chunk, chunk * chunk, chunk)))
 
 
 def leveled(own: float, fastest: float) -> float:
@@ -48,14 +57,17 @@ def leveled_time(
 ) -> tuple[PromptTime, float]:
     """`prompt_time` by the worker's own `speed`, and the seconds to choose it by (see `leveled`)."""
     time = prompt_time(worker, request, speed, held)
-    level = queue_seconds(worker, fastest) + compute_seconds(worker, request, fastest, held)
+    level = queue_seconds(worker, request.now, fastest) + compute_seconds(worker, request, fastest, held)
     return time, leveled(time.total, level)
 
 
-def queue_seconds(worker: WorkerView, speed: Speed) -> float:
+def queue_seconds(worker: WorkerView, now: float, speed: Speed) -> float:
     """For all prompts that are on `worker` or bound for there."""
     queued = worker.queued_tokens
-    return speed.prompt_seconds(queued, worker.queued_squares, worker.max_num_batched_tokens) if queued else 0.0
+    if not queued:
+        return 0.0
+    seconds = speed.prompt_seconds(queued, worker.queued_squares, worker.max_num_batched_tokens)
+    return seconds - min(seconds, done_seconds(worker, now, speed))
 
 
 def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> float:

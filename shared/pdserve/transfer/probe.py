@@ -9,6 +9,7 @@ SMALL = 64  # bytes of the frame that measures the round trip
 ROUND_TRIPS = 5
 WARM_UP = 2  # frames of each size that are not counted
 MAX_FRAMES = 4096  # of each size
+PARTS = 3  # of the frames of a size, of whose rates the median counts: one part may be held up
 PATIENCE = 45.0  # seconds for a whole probe
 
 # (seconds of a small frame's round trip, (frame bytes, bytes a second) for each size)
@@ -23,9 +24,10 @@ def default_sizes(largest: int) -> list[int]:
 class Probe:
     """Which frame goes next, and what came of it; times are seconds on any steady clock.
 
-    Small frames go one by one, for the round trip; then frames of each size as fast as credit comes back, from the
-    announcement of the first that counts until the last one's credit is back. A sample waits for the one before it.
-    What is not measured within PATIENCE is left out.
+    Small frames go one by one, for the round trip; then frames of each size as fast as credit comes back. From the
+    announcement of the first that counts until the last one's credit is back time is taken in PARTS, each until the
+    credit of its last frame is back. A sample waits for the one before it. What is not measured within PATIENCE is left
+    out.
     """
 
     def __init__(self, sizes: Sequence[int], bytes_per_size: int, done: Done, now: float) -> None:
@@ -37,6 +39,7 @@ class Probe:
         self._samples: list[tuple[int, float]] = []
         self._sent = self._landed = 0
         self._began = 0.0
+        self._parts: list[float] = []  # bytes a second
 
     @property
     def over(self) -> bool:
@@ -63,9 +66,8 @@ class Probe:
         size, count = self._plan[0]
         if len(self._round_trips) < ROUND_TRIPS:
             self._round_trips.append(now - self._began)
-        elif self._landed == count:
-            seconds = max(1e-9, now - self._began)
-            self._samples.append((size, size * (count - WARM_UP) / seconds))
+        else:
+            self._take_part(size, count - WARM_UP, now)
         if self._landed == count:
             del self._plan[0]
             self._sent = self._landed = 0
@@ -73,3 +75,16 @@ class Probe:
             self._plan.clear()
         if self.over:
             self._done(sorted(self._round_trips)[len(self._round_trips) // 2], self._samples)
+
+    def _take_part(self, size: int, counting: int, now: float) -> None:
+        """Of `counting` frames that count one more has landed."""
+        landed, parts = self._landed - WARM_UP, min(PARTS, counting)
+        taken = len(self._parts)
+        if landed < (end := counting * (taken + 1) // parts):
+            return
+        frames = end - counting * taken // parts
+        self._parts.append(size * frames / max(1e-9, now - self._began))
+        self._began = now
+        if landed == counting:
+            self._samples.append((size, sorted(self._parts)[(len(self._parts) - 1) // 2]))
+            self._parts = []

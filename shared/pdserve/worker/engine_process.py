@@ -67,6 +67,8 @@ class EngineLoop:
         self._step_log = StepLog() if settings.step_log else None
         if self._step_log is not None:
             self._engine.on_forward = self._step_log.forward_done
+        # Co-located workers are decode workers; what a prefill worker never does it need not know.
+        built.engine.warm_up(answers=settings.role == "decode")
         channel.send(_started(built))
 
     def run(self) -> None:
@@ -175,6 +177,7 @@ def _started(built: BuiltEngine) -> EngineStarted:
         transports=transports_on(built.device),
         versions=versions,
         notes=built.notes,
+        load=built.engine.load(),
     )
 
 

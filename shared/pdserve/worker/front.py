@@ -50,7 +50,7 @@ from pdserve.worker.messages import (
     TicketMessage,
     TicketReady,
 )
-from pdserve.worker.metrics import WorkerMetrics, idle_load
+from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.prefix_client import PrefixClient
 from pdserve.worker.sent_prompts import SentPrompts
 from pdserve.worker.service import WorkerServicer
@@ -192,7 +192,7 @@ class WorkerFront:
             client = PrefixClient(settings.prefix_cache, started.layout, self.engine, self.board.stored, self.access)
             self.prefix = await scope.enter_async_context(client)
         engine = settings.for_engine(self.role)
-        self.metrics.load = idle_load(started.total_blocks)
+        self.metrics.load = started.load
         self.board.load = load_to_proto(self.metrics.load)
         self.board.start(
             worker_pb2.WorkerSnapshot(

@@ -169,6 +169,7 @@ class EngineStarted(msgspec.Struct, frozen=True, tag=True):
     transports: list[str]
     versions: dict[str, str]
     notes: dict[str, str]  # what was chosen and why, for the log
+    load: Load  # idle, but for what it found out of its speed
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

@@ -140,6 +140,7 @@ class WatchBoard:
         if self.suspended:
             raise Unavailable(self.suspended)
         watcher = _Watcher(self.stored)
+        watcher.news.set()  # its load: a worker knows its speed from the start
         self._watchers[watcher] = None
         try:
             told_draining = self.draining

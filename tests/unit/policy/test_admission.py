@@ -77,7 +77,23 @@ def test_a_queue_at_the_worker_and_in_the_router_delays_the_first_token() -> Non
     refused = admit(fleet, request(), waiting(300))
     assert (refused.admitted, refused.missed) == (False, Target.TTFT)
     assert close(refused.ttft, 0.602) and close(refused.retry_after, 0.102)
-    assert refused.reason.endswith("it would come in 602 ms; 1 requests wait ahead")
+    waits = "102 ms with nobody else there; 1 requests wait ahead in the router"
+    assert refused.reason.endswith(f"it would come in 602 ms, {waits}")
+
+
+def test_what_is_done_of_a_step_waits_no_more() -> None:
+    """A worker tells of a step at its end. Of one of 400 ms half is over, which makes the difference here; of one that
+    began long ago no more is over than there is of it, in case that it was stopped."""
+    busy = worker("p0", reported_prefill_tokens=600, max_num_batched_tokens=400, step_since=50.0)
+    fleet = view(busy, worker("d0", speed=UNKNOWN))
+    assert admit(fleet, request(now=50.0), NOBODY).missed is Target.TTFT
+    assert close(admit(fleet, request(now=50.2), NOBODY).ttft, 0.6 - 0.2 + 0.1 + HANDOFF)
+    for later in (50.4, 1e6):
+        decided = admit(fleet, request(now=later), NOBODY)
+        assert decided.admitted and close(decided.ttft, 0.6 - 0.4 + 0.1 + HANDOFF)
+    # What this router sent and the worker has not taken is not part of that step, whenever that began.
+    sent = replace(busy, reported_prefill_tokens=0, prefill_tokens=600)
+    assert admit(view(sent, worker("d0", speed=UNKNOWN)), request(now=1e6), NOBODY).missed is Target.TTFT
 
 
 def test_what_waits_goes_to_whoever_is_free_first() -> None:
@@ -145,7 +161,8 @@ def test_a_twentieth_is_kept_in_hand() -> None:
     asked = request(targets=SloTargets(0.5, 0.05, 99.0))
     assert admit(IDLE, asked, waiting(370)).admitted  # 472 ms
     refused = admit(IDLE, asked, waiting(380))
-    said = "500 ms to the first token would not be kept with 5% in hand: it would come in 482 ms; 1 requests wait ahead"
+    said = "500 ms to the first token would not be kept with 5% in hand: it would come in 482 ms"
+    said += ", 102 ms with nobody else there; 1 requests wait ahead in the router"
     assert (refused.missed, refused.reason) == (Target.TTFT, said)
 
 

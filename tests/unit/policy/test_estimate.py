@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pdserve.policy.estimate import Speed, SpeedEstimate, squares
+from pdserve.policy.estimate import Speed, SpeedEstimate, nonnegative, squares
 
 TRUE = Speed(step=0.02, token=1.1e-4, square=7e-10, answer=4e-4, read=3e-8)
 Step = tuple[int, int, int, int]
@@ -112,3 +115,103 @@ def test_a_worker_that_stays_slow_is_believed() -> None:
     for step in steps(7, 400):
         estimate.observe(*step, 30 * seconds(TRUE, step))
     assert prompt(estimate.speed, 0, 2048) > 20 * prompt(TRUE, 0, 2048)
+
+
+SHORT, LONG = (32, squares([(0, 32)]), 0, 0), (512, squares([(0, 512)]), 0, 0)
+
+
+def observed(estimate: SpeedEstimate, steps_taken: Iterable[Step], times: float = 1.0) -> SpeedEstimate:
+    for step in steps_taken:
+        estimate.observe(*step, times * seconds(TRUE, step))
+    return estimate
+
+
+@pytest.mark.parametrize("times", [10, 100, 1000])
+def test_a_cold_first_step_is_forgotten_at_once(times: float) -> None:
+    """What is made on first use, or a process that was stopped in its very first step: by the time that it is said to
+    know, it does."""
+    estimate = SpeedEstimate()
+    estimate.observe(*SHORT, times * seconds(TRUE, SHORT))
+    observed(estimate, [SHORT] * 3)
+    assert estimate.speed.knows_prompts
+    assert prompt(estimate.speed, 0, 32) < 1.2 * prompt(TRUE, 0, 32)
+
+
+@pytest.mark.parametrize("held_up", [1, 2, 3])
+def test_a_stop_in_the_first_steps_does_no_harm(held_up: int) -> None:
+    """Eight seconds, where nobody can tell yet that it is too long."""
+    estimate = SpeedEstimate()
+    for number in range(6):
+        estimate.observe(*SHORT, 8.0 if number == held_up else seconds(TRUE, SHORT))
+    assert prompt(estimate.speed, 0, 32) < 1.2 * prompt(TRUE, 0, 32)
+
+
+def test_a_start_on_a_busy_machine_is_made_up_for() -> None:
+    """Everything took five times as long while the others started. What was too slow by that much is mostly forgotten
+    twenty steps later, and the rest as everything is."""
+    estimate = observed(observed(SpeedEstimate(), steps(8, 40), 5.0), steps(9, 20))
+    assert prompt(estimate.speed, 0, 2048) < 2.5 * prompt(TRUE, 0, 2048)
+    observed(estimate, steps(10, 150))
+    assert prompt(estimate.speed, 0, 2048) < 1.3 * prompt(TRUE, 0, 2048)
+    assert estimate.speed.decode_seconds(16, 16_000) < 1.3 * TRUE.decode_seconds(16, 16_000)
+
+
+def test_a_prediction_stands_on_no_coefficient_that_another_made_up_for() -> None:
+    """Prompts of nearly one length tell nothing apart. Where one coefficient came out below 0, and the other too large
+    for it, leaving out the first would predict multiples of everything that was ever seen."""
+    for seed in range(20):
+        estimate, rng = SpeedEstimate(), random.Random(seed)
+        for _ in range(6):
+            new = rng.randrange(100, 140)
+            step = new, squares([(0, new)]), 0, 0
+            estimate.observe(*step, seconds(TRUE, step) * rng.uniform(0.7, 1.3))
+        found = prompt(estimate.speed, 0, 120)
+        assert 0.7 * prompt(TRUE, 0, 120) < found < 1.3 * prompt(TRUE, 0, 120), seed
+
+
+def test_an_hour_of_single_answers_leaves_what_is_known_of_all_else() -> None:
+    """Single answers that jitter, then one prompt that was held up: neither moves what a batch or a prompt takes."""
+    estimate, rng = observed(SpeedEstimate(), steps(10, 100)), random.Random(10)
+    for _ in range(20_000):
+        single = 0, 0, 1, rng.randrange(100, 2000)
+        estimate.observe(*single, seconds(TRUE, single) * rng.uniform(0.9, 1.3))
+    estimate.observe(*LONG, 8.0)
+    assert prompt(estimate.speed, 0, 2048) < 1.6 * prompt(TRUE, 0, 2048)
+    batch = estimate.speed.decode_seconds(16, 16 * 1000)
+    assert batch == pytest.approx(TRUE.decode_seconds(16, 16 * 1000), rel=0.2)
+    observed(estimate, [LONG] * 4)
+    assert prompt(estimate.speed, 0, 2048) == pytest.approx(prompt(TRUE, 0, 2048), rel=0.25)
+
+
+def test_a_stop_while_answering_changes_little() -> None:
+    """Five seconds in a step of 0.03: a decode worker that was stopped and goes on."""
+    estimate = observed(SpeedEstimate(), steps(11, 60))
+    estimate.observe(0, 0, 8, 8000, 5.0)
+    assert estimate.speed.decode_seconds(8, 8000) < 1.2 * TRUE.decode_seconds(8, 8000)
+
+
+def test_rounding_and_extremes_are_survived() -> None:
+    """Steps of no time and of an hour, of a token and of a million: every coefficient stays a number that is not
+    negative."""
+    estimate, rng = SpeedEstimate(), random.Random(12)
+    for _ in range(3000):
+        new, decoding = rng.choice([0, 1, 1 << 20]), rng.choice([0, 1, 1 << 12])
+        step = new, squares([(rng.choice([0, 1 << 20]), new)]), decoding, decoding * rng.choice([0, 1 << 20])
+        estimate.observe(*step, rng.choice([0.0, 1e-9, 1e-3, 3600.0]))
+        speed = estimate.speed
+        coefficients = speed.step, speed.token, speed.square, speed.answer, speed.read
+        assert all(0.0 <= value < math.inf for value in coefficients), coefficients
+
+
+@given(st.integers(0, 1 << 32))
+def test_the_least_squares_are_those(seed: int) -> None:
+    """Of all that are not negative none is better: where a value is above 0 the slope is 0, elsewhere it only rises."""
+    rng = random.Random(seed)
+    rows = [[rng.gauss(0, 1) for _ in range(5)] for _ in range(7)]
+    matrix = [[sum(row[a] * row[b] for row in rows) for b in range(5)] for a in range(5)]
+    moments = [rng.gauss(0, 3) for _ in range(5)]
+    found = nonnegative(matrix, moments)
+    for k, value in enumerate(found):
+        slope = sum(a * b for a, b in zip(matrix[k], found, strict=True)) - moments[k]
+        assert value >= 0 and slope >= -1e-6
+        assert value == 0 or abs(slope) < 1e-6

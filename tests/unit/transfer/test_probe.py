@@ -30,8 +30,28 @@ def test_round_trips_one_by_one_then_each_size_at_full_speed() -> None:
     [(round_trip, samples)] = found
     assert round_trip == pytest.approx(0.002)
     assert [size for size, _ in samples] == [1000, 5000]
-    # From the first frame that counts to the last one's credit; frames before it had to land first.
-    assert samples[0][1] == pytest.approx(4000 / (0.01 * (WARM_UP + 4)))
+    assert samples[0][1] == pytest.approx(1000 / 0.01)
+    # Of two parts the slower one counts: of its first frame those that went before had to land first.
+    assert samples[1][1] == pytest.approx(5000 / (0.01 * (WARM_UP + 1)))
+
+
+@pytest.mark.parametrize("held_up", range(12))
+def test_a_stop_in_the_middle_is_not_the_link(held_up: int) -> None:
+    """Frames of 10 ms, and one of 5 s: either process was stopped, or had its core taken. A link is measured once, and
+    would be avoided as long as it stands."""
+    found: list[tuple[float, list[tuple[int, float]]]] = []
+    probe = Probe([1000], 12_000, lambda *result: found.append(result), 0.0)
+    for _ in range(ROUND_TRIPS):
+        probe.sent(0.0)
+        probe.landed(0.0)
+    now = 0.0
+    for _ in range(WARM_UP + 12):
+        probe.sent(now)
+    for number in range(-WARM_UP, 12):
+        now += 5.0 if number == held_up else 0.01
+        probe.landed(now)
+    [(_, [(_, rate)])] = found
+    assert rate == pytest.approx(1000 / 0.01, rel=0.4)
 
 
 def test_sizes_end_with_the_largest() -> None:

@@ -47,7 +47,7 @@ async def test_messages_cross_both_ways_in_order() -> None:
         [PromptDone("t", 16, 1, 0.5, 0.25)],
         stored=[b"a" * 16],
     )
-    started = EngineStarted(KVLayout(16, 2, 2, 16, "float32", b"f" * 16), 10, 20, 30, 1, "cpu", ["gloo"], {}, {})
+    started = EngineStarted(KVLayout(16, 2, 2, 16, "float32", b"f" * 16), 10, 20, 30, 1, "cpu", ["gloo"], {}, {}, LOAD)
     for answer in (started, step):
         engine.send(answer)
         assert await front.receive() == answer
