@@ -223,10 +223,7 @@ class Try:
     def _begin(self, name: str) -> None:
         """The newest attempt is armed: its prefill may start, where no older one is in its way."""
         self.starts = None
-        if self.life.known >= self.life.max_tokens and not self.told:  # its first token, told meanwhile, was its last
-            self.cancelled = True
-            self._cancel(self.decode.name)
-        elif not self.fabric[name].alive:
+        if not self.fabric[name].alive or self.life.known >= self.life.max_tokens:  # or complete meanwhile
             self._rearm()
         elif name in self.running:
             self.starts = name
