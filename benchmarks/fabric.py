@@ -6,9 +6,11 @@ Three parts, in one run:
 
 - **Throughput.** Two processes, each with a hub of links and the pages of a 16-layer model with 8 KV heads of 128 in
   bfloat16, over loopback: one computed prompt is pushed from the first announcement to Committed, with frames of 4, 8
-  and 16 MiB. The control, in turn with it: two processes with a bare two-member Gloo group that send as many bytes, as
-  they lie in memory, in tensors of the same size, each copied once into its place by the receiver. `link_over_control`
-  is the worst of the three sizes' ratios of medians, `link_gbps` and `control_gbps` belong to it.
+  and 16 MiB. The control: two processes with a bare two-member Gloo group that send as many bytes, as they lie in
+  memory, in tensors of the same size, each copied once into its place by the receiver. In each round both start anew
+  and push in turn, one idle meanwhile: what else the machine does changes within seconds, and where processes come to
+  lie makes a tenth. `link_over_control` is the worst of the three sizes' ratios of medians, `link_gbps` and
+  `control_gbps` belong to it.
 - **Hand-off.** The demo model in a suite of one prefill and one decode worker, a core each, idle otherwise. For each
   prompt: `exposed` is the time from the end of the last layer until everything had landed, as a share of the time from
   the first frame until then; `handoff_ms` is from the end of prefill's last layer to the begin of decode's first step.
@@ -33,9 +35,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -68,12 +72,11 @@ TEXTS = [
     "To compile the program, open a terminal, change to the folder with the sources and",
 ]
 _seeds = itertools.count()
-ROUNDS_IN_ONE = 3  # pushes in one pair of processes, of which the first warms up
+PUSHES = 4  # of each pair of processes, of which the first warms up
 
 
-def link_end(fd: int, sends: bool, frame_bytes: int) -> list[float]:
-    """One end of a link whose control half is a socket. The sending end returns each push's seconds."""
-    torch.set_num_threads(1)
+def link_end(fd: int, sends: bool, frame_bytes: int) -> None:
+    """One end of a link whose control half is a socket."""
     channel: Channel[LinkMessage, LinkMessage] = Channel(socket.socket(fileno=fd), LinkMessage)  # type: ignore[arg-type]
     events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
     up = threading.Event()
@@ -89,7 +92,7 @@ def link_end(fd: int, sends: bool, frame_bytes: int) -> list[float]:
         notify=events.put,
     )
     if not sends:
-        for number in range(ROUNDS_IN_ONE):
+        for number in range(PUSHES):
             hub.grant(f"t{number}", 1, "peer", torch.arange(TOKENS), TOKENS, 0)
     hub.open("peer", 1, sends, "gloo")
 
@@ -97,39 +100,39 @@ def link_end(fd: int, sends: bool, frame_bytes: int) -> list[float]:
         while isinstance(message := channel.receive(), LinkControl):
             hub.on_control("peer", 1, message.message)
 
+    numbers = itertools.count()
+
+    def push() -> None:
+        ticket = f"t{next(numbers)}"
+        hub.start_send(ticket, 1, "peer", torch.arange(TOKENS), TOKENS)
+        for layer in range(LAYOUT.num_layers):
+            hub.advance([(ticket, TOKENS)], layer)
+        hub.finish_send(ticket, 0)
+        if not isinstance(event := events.get(), SendCommitted):
+            raise RuntimeError(event)
+
     listener = threading.Thread(target=listen)
     listener.start()
-    seconds = []
     if sends:
         up.wait()
-        for number in range(ROUNDS_IN_ONE):
-            started = time.perf_counter()
-            hub.start_send(f"t{number}", 1, "peer", torch.arange(TOKENS), TOKENS)
-            for layer in range(LAYOUT.num_layers):
-                hub.advance([(f"t{number}", TOKENS)], layer)
-            hub.finish_send(f"t{number}", 0)
-            if not isinstance(event := events.get(), SendCommitted):
-                raise RuntimeError(event)
-            seconds.append(time.perf_counter() - started)
+        push_when_told(push)
         channel._sock.shutdown(socket.SHUT_RDWR)
     listener.join()
     hub.shutdown()
-    return seconds
 
 
-def control_end(port: int, sends: bool, frame_bytes: int) -> list[float]:
-    """One end of a bare group; the receiver copies each tensor into its place. The sender returns seconds."""
-    torch.set_num_threads(1)
-    store = PrefixStore("control", TCPStore("127.0.0.1", port, 2, sends, timedelta(seconds=20)))
-    transport: Any = GlooTransport(store, 0 if sends else 1, timedelta(seconds=20), "127.0.0.1", "")
+def control_end(port: int, sends: bool, frame_bytes: int) -> None:
+    """One end of a bare group; the receiver copies each tensor into its place."""
+    patience = timedelta(seconds=20)
+    store = PrefixStore("control", TCPStore("127.0.0.1", port, 2, sends, patience))
+    transport: Any = GlooTransport(store, 0 if sends else 1, patience, "127.0.0.1", "")
     count = TOKENS * LAYOUT.token_bytes // frame_bytes
     frame = torch.ones(frame_bytes, dtype=torch.uint8)
     memory = torch.ones(count, frame_bytes, dtype=torch.uint8)  # where the data lies, and where it goes
     done = torch.zeros(1, dtype=torch.uint8)
-    back: Any = GlooTransport(PrefixStore("back", store), 1 if sends else 0, timedelta(seconds=20), "127.0.0.1", "")
-    seconds = []
-    for _ in range(ROUNDS_IN_ONE):
-        started = time.perf_counter()
+    back: Any = GlooTransport(PrefixStore("back", store), 1 if sends else 0, patience, "127.0.0.1", "")
+
+    def push() -> None:
         for index in range(count):
             if sends:
                 transport.send(memory[index]).wait()
@@ -137,45 +140,91 @@ def control_end(port: int, sends: bool, frame_bytes: int) -> list[float]:
                 transport.recv(frame).wait()
                 memory[index].copy_(frame)
         (back.recv if sends else back.send)(done).wait()
-        seconds.append(time.perf_counter() - started)
+
+    if sends:
+        push_when_told(push)
+    else:
+        for _ in range(PUSHES):
+            push()
     transport.close()
     back.close()
-    return seconds
 
 
-def in_pairs(kind: str, frame_bytes: int) -> list[float]:
-    """GB/s of each push that counts, between this process's child and another."""
-    if kind == "link":
-        ours, theirs = socket.socketpair()
-        ends = [("send", ours), ("recv", theirs)]
-        children = [_child(kind, side, str(end.fileno()), frame_bytes, [end.fileno()]) for side, end in ends]
-        ours.close()
-        theirs.close()
-    else:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        children = [_child(kind, side, port, frame_bytes, []) for side in ("send", "recv")]
-    outputs = [child.communicate()[0] for child in children]
-    if any(child.returncode for child in children):
-        raise RuntimeError(f"{kind} with {frame_bytes} bytes a frame failed")
-    return [TOKENS * LAYOUT.token_bytes / s / 1e9 for s in json.loads(outputs[0].splitlines()[-1])[1:]]
+def push_when_told(push: Callable[[], None]) -> None:
+    """Push once for each line that comes, and say how many seconds it took."""
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        push()
+        print(time.perf_counter() - started, flush=True)
+
+
+class Pair:
+    """Two processes of one kind, "link" or "control". Leaving lets both end, or makes them."""
+
+    def __init__(self, kind: str, frame_bytes: int) -> None:
+        if kind == "link":
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                self._ends = [
+                    _child(kind, side, str(end.fileno()), frame_bytes, [end.fileno()])
+                    for side, end in (("send", ours), ("recv", theirs))
+                ]
+        else:
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = str(probe.getsockname()[1])
+            self._ends = [_child(kind, side, port, frame_bytes, []) for side in ("send", "recv")]
+        self._kind = kind
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for end in self._ends:
+                end.communicate(timeout=20)
+        finally:
+            for end in self._ends:
+                end.kill()
+
+    def hear(self) -> str:
+        """The sender's next line."""
+        out = self._ends[0].stdout
+        if out is None or not (line := out.readline()):
+            raise RuntimeError(f"a {self._kind} failed")
+        return line
+
+    def push(self) -> float:
+        """GB/s of one push."""
+        told = self._ends[0].stdin
+        assert told is not None
+        told.write("push\n")
+        told.flush()
+        return TOKENS * LAYOUT.token_bytes / float(self.hear()) / 1e9
 
 
 def _child(kind: str, side: str, where: str, frame_bytes: int, fds: list[int]) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--end", kind, side, where, str(frame_bytes)]
-    return subprocess.Popen(command, pass_fds=fds, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, pass_fds=fds, stdin=pipe, stdout=pipe, text=True)
 
 
 def throughput(rounds: int, sizes: list[int]) -> dict[str, Any]:
     """Link and control in turn, for each frame size."""
     table = []
     for size in sizes:
-        link: list[float] = []
-        control: list[float] = []
+        rates: dict[str, list[float]] = {"control": [], "link": []}
         for _ in range(rounds):
-            control += in_pairs("control", size)
-            link += in_pairs("link", size)
-        a, b = statistics.median(link), statistics.median(control)
+            with ExitStack() as stack:
+                pairs = {kind: stack.enter_context(Pair(kind, size)) for kind in rates}
+                for pair in pairs.values():
+                    pair.hear()  # that it is ready
+                for number in range(PUSHES):
+                    for kind, pair in pairs.items():
+                        rate = pair.push()
+                        if number:
+                            rates[kind].append(rate)
+        a, b = statistics.median(rates["link"]), statistics.median(rates["control"])
         table.append({"frame_bytes": size, "link_gbps": round(a, 3), "control_gbps": round(b, 3), "ratio": a / b})
         print(f"frames of {size >> 10} KiB: link {a:.2f} GB/s, control {b:.2f} GB/s, ratio {a / b:.3f}", flush=True)
     worst = min(table, key=lambda row: row["ratio"])
@@ -248,8 +297,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.end:
         kind, side, where, size = args.end
-        run = link_end if kind == "link" else control_end
-        print(json.dumps(run(int(where), side == "send", int(size))))
+        torch.set_num_threads(1)
+        (link_end if kind == "link" else control_end)(int(where), side == "send", int(size))
         return
     if args.links:
         print(json.dumps({"benchmark": "links", **throughput(args.rounds, LINK_SIZES)}))

@@ -347,7 +347,7 @@ class Fabric:
         for cable in self.cables_of(engine):
             cable.doomed = True
             cable.end(f"{engine.name}: stream reset")
-        for inbox in self.inboxes.values():
+        for inbox in set(self.inboxes.values()):
             inbox.put_nowait((engine.name, Died(reason)))
 
     def check_ends(self) -> None:

@@ -1,4 +1,5 @@
-"""Hundreds of requests at once over real engines with small pools, while links, engines and clients fail.
+"""Hundreds of requests at once over real engines with small pools, while links, engines and clients fail, and running
+answers move from one decode engine to the other.
 
 PDSERVE_LIFECYCLES says how many (500; `make soak` runs 10,000), PDSERVE_SEED repeats a run's choices.
 """
@@ -20,7 +21,7 @@ import pytest
 
 from pdserve.transfer.messages import Committed, ControlMessage, Grant, TicketClosed
 from tests.chaos.engines import PATIENCE, Cable, Engine, Fabric, engine_settings
-from tests.chaos.lifecycles import ANSWER, Lifecycle, Prompt, Turn, family, references
+from tests.chaos.lifecycles import SHORT, Lifecycle, Prompt, Turn, family, references
 from tests.tiny_models import make_tiny_model
 
 LIFECYCLES = int(os.environ.get("PDSERVE_LIFECYCLES", "500"))
@@ -28,6 +29,7 @@ AT_ONCE = 16
 PREFILLS, DECODES = ("p0", "p1"), ("d0", "d1")
 EVERY = 20  # lifecycles a link is harmed
 LEASE = 0.5  # seconds until a front gives up a control stream that is silent; theirs is longer
+MOVED_BY = 16  # events of a request, after which a move is wanted at the latest
 HARM = ("cancel decode", "cancel prefill", "cancel both", "rearm", "rearm")
 
 
@@ -140,7 +142,8 @@ class Nemesis:
         await self._kill(self.rng.choice(PREFILLS), DECODES)
 
     async def kill_decode(self) -> None:
-        await self._kill(self.rng.choice(DECODES), PREFILLS)
+        name = self.rng.choice(DECODES)
+        await self._kill(name, (*PREFILLS, *(other for other in DECODES if other != name)))
 
     async def _kill(self, name: str, peers: tuple[str, ...]) -> None:
         """A process dies and is started anew, with new links. Lifecycles that found nobody alive try again then."""
@@ -158,11 +161,15 @@ class Nemesis:
 
 
 def lifecycle(fabric: Fabric, number: int, prompts: list[Prompt], rng: random.Random) -> Lifecycle:
-    tokens = rng.choice([1, 2, 3, 4, 6, ANSWER])
-    life = Lifecycle(fabric, str(number), rng.choice(prompts), tokens, random.Random(rng.random()))
+    request = rng.choice(prompts)
+    tokens = rng.choice([1, 2, 3, 4, 6, SHORT, len(request.answer), len(request.answer)])
+    life = Lifecycle(fabric, str(number), request, tokens, random.Random(rng.random()))
     if rng.random() < 0.05:
         life.time_remaining = rng.uniform(0.005, 0.2)
-    life.harm = sorted((rng.randrange(10), rng.choice(HARM)) for _ in range(rng.choice([0, 0, 0, 1, 2])))
+    life.harm = [(rng.randrange(10), rng.choice(HARM)) for _ in range(rng.choice([0, 0, 0, 1, 2]))]
+    if tokens > SHORT:
+        life.harm += [(rng.randrange(MOVED_BY), "move") for _ in range(rng.choice([1, 1, 2]))]
+    life.harm.sort()
     return life
 
 
@@ -179,7 +186,8 @@ async def test_lifecycles(tmp_path: Path) -> None:
     settings["lone"] = engine_settings(model, "decode", blocks=512, enable_prefix_caching=False)
     async with Fabric(**settings) as fabric:
         nemesis = Nemesis(fabric, rng, LIFECYCLES)
-        await asyncio.gather(*(nemesis.link(one, other) for one in PREFILLS for other in DECODES))
+        pairs = [(one, other) for one in PREFILLS for other in DECODES] + [DECODES]
+        await asyncio.gather(*(nemesis.link(one, other) for one, other in pairs))
         prompts = await references(fabric, fabric["lone"], family())
         fabric.inboxes.clear()
         await fabric["lone"].close()
@@ -216,4 +224,5 @@ async def run(fabric: Fabric, nemesis: Nemesis, prompts: list[Prompt], rng: rand
     print(f"{asyncio.get_running_loop().time() - began:.1f} s: {dict(outcomes)}\n{dict(seen)}\n{dict(nemesis.done)}")
     print(f"echoes {nemesis.echoes}, strays {dict(fabric.strays)}")
     assert outcomes["done"] > LIFECYCLES // 2
-    assert {"Rearmed", "AttemptFailed", "TicketReady", "KvCommitted"} <= seen.keys()
+    assert {"Rearmed", "AttemptFailed", "TicketReady", "KvCommitted", "Detached"} <= seen.keys()
+    assert seen["moved"] > LIFECYCLES // 100

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pdserve.launch import ModelPart
+from pdserve.launch import ModelPart, Service
 from pdserve.testing import Cluster
 
 CHUNK = 64
@@ -41,6 +41,13 @@ def serve(
     flags["router"] = {"local-prefill": local_prefill, **flags.get("router", {})}
     counts = {"prefix_caches": prefix_caches, "gateways": gateways}
     return Cluster(parts, per_worker=flags, log_folder=logs, **counts, **settings)
+
+
+def engine_of(worker: Service) -> int:
+    """The pid of the process that computes."""
+    children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+    [engine] = [pid for pid in children if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(engine)
 
 
 def prompt(length: int, seed: int = 0, vocab: int = 250) -> list[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +22,7 @@ from pdserve.rpc.errors import DeadlineExceeded, RpcError, error_from_call
 from pdserve.testing import Cluster
 from pdserve.v1 import prefill_pb2
 from tests.integration.prefill_session import HandSession, spec
-from tests.integration.suites import LONG_MODEL, prompt, serve
+from tests.integration.suites import LONG_MODEL, engine_of, prompt, serve
 from tests.tiny_models import make_tiny_model
 
 LONG = 4_000  # tokens of a prompt that others act during: many chunks
@@ -98,6 +100,28 @@ async def test_what_an_attempt_may_come_to(model: Path, tmp_path: Path) -> None:
         await session.prefill("after all", spec(prompt(20)))
         await session.first_token("after all")
         await suite.assert_all_free()
+
+
+async def test_a_newer_attempt_waits_until_the_engine_let_go_of_the_older(model: Path, tmp_path: Path) -> None:
+    """Not beyond its own deadline, and not after it was cancelled."""
+    async with asking(model, tmp_path) as (suite, session, to):
+        await session.prefill("t", spec(prompt(20), 5), **to)
+        await session.first_token("t")
+        engine = engine_of(suite.workers["prefill-0"])
+        os.kill(engine, signal.SIGSTOP)
+        await session.prefill("t", spec(prompt(20), 5, time_remaining=0.1), 2, **to)
+        assert isinstance(await session.failure("t", 2), DeadlineExceeded)
+        await session.prefill("t", spec(prompt(20), 5), 3, **to)
+        await session.cancel("t", 3)
+        await session.prefill("t", spec(prompt(20), 1), 4, **to)
+        await session.prefill("", spec(prompt(20)))
+        await session.failure("")  # so all that was said before it has come
+        os.kill(engine, signal.SIGCONT)
+        await session.first_token("t", 4)
+        await session.prefill("t", spec(prompt(20), 1), 5, **to)  # on the heels of one whose first token was its last
+        await session.first_token("t", 5)
+        await suite.assert_all_free()
+        assert [kind for kind, _, attempt in session.order if attempt in (2, 3)] == ["failed"]
 
 
 @pytest.mark.parametrize("end", ["cancel", "second hello", "no command", "no message", "no hello"])

@@ -14,19 +14,12 @@ from pdserve.client import Finish, Output
 from pdserve.launch import ModelPart, Service
 from pdserve.rpc.channel import connect
 from pdserve.testing import Cluster
-from tests.integration.suites import prompt, serve
+from tests.integration.suites import engine_of, prompt, serve
 from tests.tiny_models import make_tiny_model
 
 OPTIONS: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0.7, "seed": 5}
 
 STALL = 2.0  # seconds; a busy machine's hiccups are shorter
-
-
-def engine_of(worker: Service) -> int:
-    """The pid of the process that computes."""
-    children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
-    [engine] = [pid for pid in children if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return int(engine)
 
 
 async def until_health(worker: Service, serving: bool) -> None:

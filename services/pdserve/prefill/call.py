@@ -18,8 +18,7 @@ from pdserve.worker.messages import KvCommitted
 @dataclass(frozen=True, slots=True)
 class First:
     token: TokenOut
-    prompt: PromptDone | None
-    end: Ended | None
+    prompt: PromptDone
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +29,7 @@ class Call:
     attempt: int
     spec: SequenceSpec
     peer: str | None
+    asked: float  # when it came; monotonic
     span: Span
     traceparent: str  # of `span`
     events: asyncio.Queue[First | KvCommitted | Ended | PdserveError] = field(default_factory=asyncio.Queue)
@@ -56,12 +56,11 @@ def first_response(call: Call, first: First) -> prefill_pb2.PrefillSessionRespon
             token=token_to_proto(token.token, logprobs.logprob if logprobs else None, logprobs.top if logprobs else ()),
         ),
     )
-    if first.end is not None:
-        message.end = end_reason_to_proto(first.end.reason)
-    if prompt is not None:
-        message.cached_tokens, message.blocks_reused = prompt.cached_tokens, prompt.blocks_reused
-        message.queued_ms, message.compute_ms = 1e3 * prompt.queued, 1e3 * prompt.compute
-        message.pulled_tokens = prompt.pulled_tokens
+    if prompt.end is not None:
+        message.end = end_reason_to_proto(prompt.end)
+    message.cached_tokens, message.blocks_reused = prompt.cached_tokens, prompt.blocks_reused
+    message.queued_ms, message.compute_ms = 1e3 * prompt.queued, 1e3 * prompt.compute
+    message.pulled_tokens = prompt.pulled_tokens
     return prefill_pb2.PrefillSessionResponse(first_token=message)
 
 

@@ -37,6 +37,7 @@ LAST_WORDS = 5.0  # seconds, for a router that lags behind
 # Attempts at a time in one session: as many as a connection may have calls. They hold a prompt each.
 MAX_ATTEMPTS = 4096
 _RETRY_AFTER = 1.0  # seconds that one more is told to wait
+_LATE = "the request's time is over"
 
 
 @dataclass(eq=False, slots=True)
@@ -118,9 +119,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             session.put(failed_response(request, RpcError(grpc.StatusCode.INTERNAL, "internal error")))
 
     async def _prefill(self, session: _Session, request: prefill_pb2.PrefillRequest) -> None:
+        asked = time.monotonic()
         try:
-            await self._end_older(request.ticket, request.attempt)
-            call = self._admit(request)
+            await self._end_older(request)
+            call = self._admit(request, asked)
         except PdserveError as error:
             session.put(failed_response(request, error))
             return
@@ -136,7 +138,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 await self._start(call, request.attempt, request.decode_tokens_held)
                 session.put(accepted_response(call))
                 first = await self._first(call)
-                committed = first.end is not None
+                committed = first.prompt.end is not None
                 session.put(first_response(call, first))
                 self._on_first(call, first)
                 if not committed and call.peer is not None:
@@ -164,25 +166,20 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """The engine keeps the time of what it has; this is for what waits before it, and behind it for the commit."""
         if call.spec.time_remaining is None:
             return None
-        late = DeadlineExceeded("the request's time is over")
-        return asyncio.get_running_loop().call_later(call.spec.time_remaining, call.events.put_nowait, late)
+        left = call.spec.time_remaining - (time.monotonic() - call.asked)
+        return asyncio.get_running_loop().call_later(left, call.events.put_nowait, DeadlineExceeded(_LATE))
 
     def on_step(self, step: StepDone) -> None:
         for chunk in step.chunks:
             if (call := self._calls.get(chunk.ticket)) is not None:
                 spans.chunk(call, chunk)
-        if not (step.tokens or step.ends):
-            return
         prompts = {prompt.ticket: prompt for prompt in step.prompts}
-        ends = {end.ticket: end for end in step.ends}
-        for token in step.tokens:
+        for token in step.tokens:  # of each prompt the first alone is made here
             if (call := self._calls.get(token.ticket)) is not None:
-                call.events.put_nowait(First(token, prompts.get(token.ticket), ends.pop(token.ticket, None)))
+                call.events.put_nowait(First(token, prompts[token.ticket]))
         for end in step.ends:
-            call = self._calls.get(end.ticket)
-            if call is not None:
-                if end.ticket in ends:  # else it went with the token
-                    call.events.put_nowait(end)
+            if (call := self._calls.get(end.ticket)) is not None:
+                call.events.put_nowait(end)
                 self._forget(call)
 
     def on_message(self, message: TicketMessage) -> None:
@@ -206,19 +203,23 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         for session in self._sessions:
             session.fail(Unavailable("the worker stops"))
 
-    async def _end_older(self, ticket: str, attempt: int) -> None:
+    async def _end_older(self, request: prefill_pb2.PrefillRequest) -> None:
         """A newer attempt at a ticket takes the place of the one that is here, once the engine has let go of it."""
-        while (older := self._calls.get(ticket)) is not None and older.attempt < attempt:
-            older.events.put_nowait(RpcError(grpc.StatusCode.ABORTED, f"attempt {attempt} takes its place"))
-            if older.started:
-                self._front.engine.send(CancelTicket(ticket))
-            try:
-                async with asyncio.timeout(OLDER_PATIENCE):
+        ticket, attempt = request.ticket, request.attempt
+        remaining = request.sequence.time_remaining_ms / 1e3 or OLDER_PATIENCE
+        try:
+            async with asyncio.timeout(min(remaining, OLDER_PATIENCE)):
+                while (older := self._calls.get(ticket)) is not None and older.attempt < attempt:
+                    older.events.put_nowait(RpcError(grpc.StatusCode.ABORTED, f"attempt {attempt} takes its place"))
+                    if older.started:
+                        self._front.engine.send(CancelTicket(ticket))
                     await older.gone.wait()
-            except TimeoutError:
-                raise Unavailable(f"attempt {older.attempt} at this ticket does not end") from None
+        except TimeoutError:
+            if remaining < OLDER_PATIENCE:
+                raise DeadlineExceeded(_LATE) from None
+            raise Unavailable(f"an older attempt than {attempt} at this ticket does not end") from None
 
-    def _admit(self, request: prefill_pb2.PrefillRequest) -> Call:
+    def _admit(self, request: prefill_pb2.PrefillRequest, asked: float) -> Call:
         front = self._front
         front.require_open()
         front.check_ticket(request.ticket)
@@ -231,7 +232,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise RpcError(grpc.StatusCode.ABORTED, "this ticket is here already, or has not ended yet")
         span = start_span(names.SPAN_PREFILL, spec.traceparent, {names.TICKET: request.ticket})
         span.set_attributes({names.ATTEMPT: request.attempt, names.PREFILL_WORKER: front.worker_id})
-        call = Call(request.ticket, request.attempt, spec, peer, span, traceparent_of(span))
+        call = Call(request.ticket, request.attempt, spec, peer, asked, span, traceparent_of(span))
         self._calls[request.ticket] = call
         self._idle.clear()
         return call
@@ -250,10 +251,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def _start(self, call: Call, attempt: int, peer_holds: int) -> None:
         spec = call.spec
         if self._front.prefix is not None:
-            began = time.monotonic()
             await self._front.prefix.prefetch(spec, call.traceparent)
-            if spec.time_remaining is not None:
-                spec = replace(spec, time_remaining=max(0.001, spec.time_remaining - (time.monotonic() - began)))
+        if spec.time_remaining is not None:
+            spec = replace(spec, time_remaining=max(0.001, spec.time_remaining - (time.monotonic() - call.asked)))
         call.started, call.sent_ns = True, time.time_ns()
         self._front.start_prefill(StartPrefill(call.ticket, attempt, spec, call.peer, peer_holds))
 
@@ -280,11 +280,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def _on_first(self, call: Call, first: First) -> None:
         prompt = first.prompt
-        if prompt is not None:
-            call.span.set_attribute(names.CACHED_TOKENS, prompt.cached_tokens)
-            if self._front.prefix is not None:
-                computed = len(call.spec.token_ids) - prompt.cached_tokens
-                self._front.prefix.observe_prefill(computed, prompt.compute)
+        call.span.set_attribute(names.CACHED_TOKENS, prompt.cached_tokens)
+        if self._front.prefix is not None:
+            computed = len(call.spec.token_ids) - prompt.cached_tokens
+            self._front.prefix.observe_prefill(computed, prompt.compute)
         call.span.set_attribute(names.TOKENS, len(call.spec.token_ids))
         call.span.end()
 

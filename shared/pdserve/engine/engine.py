@@ -140,13 +140,12 @@ class Engine:
         sequence, _ = self._require(ticket)
         self.scheduler.set_phase(sequence, Phase.RUNNING)
 
-    def finish(self, ticket: str, reason: EndReason | None, detail: str = "") -> None:
-        """Release a sequence's pages and say why (None: that was said). Nobody may read or write them any more."""
+    def finish(self, ticket: str, reason: EndReason, detail: str = "") -> None:
+        """Release a sequence's pages and say why. Nobody may read or write them any more."""
         sequence, _ = self._require(ticket)
         self.scheduler.release(sequence)
         self._forget(ticket)
-        if reason:
-            self._outputs.ends.append(Ended(ticket, reason, detail))
+        self._outputs.ends.append(Ended(ticket, reason, detail))
 
     def refuse(self, ticket: str, reason: EndReason, detail: str) -> None:
         """Say that a ticket was never taken in."""
@@ -253,11 +252,8 @@ class Engine:
             self.scheduler.computed(sequence, scheduled.count)
             if prefill:
                 self._outputs.chunks.append(ChunkDone(sequence.id, began, now, scheduled.count))
-            if not samples:
-                continue
-            if prefill:
-                self._outputs.prompts.append(self._prompt_done(sequence))
-            self._append(sequence, next(tokens))
+            if samples:
+                self._append(sequence, next(tokens), prefill)
 
     def _measure(self, batch: Sequence[Scheduled], seconds: float) -> None:
         """Take in how long a step took."""
@@ -273,23 +269,23 @@ class Engine:
             known = self.prefill_rate or count / seconds
             self.prefill_rate = known + PREFILL_WEIGHT * (count / seconds - known)
 
-    def _append(self, sequence: EngineSequence, sampled: SampledToken) -> None:
+    def _append(self, sequence: EngineSequence, sampled: SampledToken, prefill: bool) -> None:
         logprobs = None if sampled.logprob is None else TokenLogprobs(sampled.logprob, list(sampled.top))
         self._outputs.tokens.append(TokenOut(sequence.id, len(sequence.tokens), sampled.token, logprobs))
         sequence.tokens.append(sampled.token)
         reason = sequence.end_after(sampled.token, self.scheduler.config.max_model_len)
+        if prefill:
+            self._outputs.prompts.append(self._prompt_done(sequence, reason))
         if sequence.id in self._hands_off:
             # A link may still read its pages, also where the answer ends here: whoever runs the link finishes it.
             self.scheduler.set_phase(sequence, Phase.CLOSING if reason else Phase.SENDING_KV)
-            if reason:
-                self._outputs.ends.append(Ended(sequence.id, reason))
         elif reason:
             self.finish(sequence.id, reason)
 
-    def _prompt_done(self, sequence: EngineSequence) -> PromptDone:
+    def _prompt_done(self, sequence: EngineSequence, end: EndReason | None) -> PromptDone:
         clock, now = self._clocks[sequence.id], self.clock()
         started = now if clock.started is None else clock.started
         blocks = sequence.num_cached // self.scheduler.layout.block_size
         return PromptDone(
-            sequence.id, sequence.num_cached, blocks, started - clock.admitted, now - started, sequence.num_pulled
+            sequence.id, sequence.num_cached, blocks, started - clock.admitted, now - started, sequence.num_pulled, end
         )

@@ -23,6 +23,8 @@ class TokenOut(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """Nothing of a ticket is here any more: it has no pages, and its id is free."""
+
     ticket: str
     reason: EndReason
     detail: str = ""
@@ -38,7 +40,10 @@ class ChunkDone(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptDone(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt is computed; its first token is in the same step. Times are in seconds."""
+    """A prompt is computed; its first token is in the same step. Times are in seconds.
+
+    `end`: why the answer ends with that token, if it does. Ended follows: at once, or when no link reads the pages.
+    """
 
     ticket: str
     cached_tokens: int
@@ -46,6 +51,7 @@ class PromptDone(msgspec.Struct, frozen=True, array_like=True):
     queued: float
     compute: float
     pulled_tokens: int = 0
+    end: EndReason | None = None
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -66,8 +66,8 @@ class Handoff:
         # The decode side's tickets, until their pages are free.
         self._tickets: dict[str, Ticket] = {}
         self._rearming: dict[str, Rearm] = {}  # waits for the older attempt's Revoked
-        # Tickets that wait for a link to let go, with what is to be said then (None: it was said already).
-        self._closing: dict[str, tuple[EndReason | None, str]] = {}
+        # Tickets that wait for a link to let go, with what is to be said then.
+        self._closing: dict[str, tuple[EndReason, str]] = {}
         self._pulls = Pulls(engine, links, self._slots, self._held)
         self._moves = Moves(engine, links, self._slots, send)
         self._rearms = 0
@@ -195,11 +195,10 @@ class Handoff:
             found = self._engine.scheduler.get(done.ticket)
             if found is None or not self._engine.hands_off(done.ticket):
                 continue
-            sequence, phase = found
-            if phase is Phase.SENDING_KV:
-                self._links.finish_send(done.ticket, sequence.tokens[-1])
+            if done.end is None:
+                self._links.finish_send(done.ticket, found[0].tokens[-1])
             else:
-                self._closing[done.ticket] = (None, "")
+                self._closing[done.ticket] = (done.end, "")
                 self._links.stop_send(done.ticket)
         for end in outputs.ends:
             self._moves.drop(end.ticket)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.sequence import EndReason, SequenceSpec
 from pdserve.engine.build import BuiltEngine, EngineOptions, build_engine
+from pdserve.engine.outputs import PromptDone
 from pdserve.transfer import messages as m
 from pdserve.worker.handoff import Handoff
 from pdserve.worker.messages import Reserve, StartPrefill
@@ -29,9 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), "llama")
 
 
-def spec(length: int) -> SequenceSpec:
+def spec(length: int, answer: int = ANSWER) -> SequenceSpec:
     tokens = tuple((length * 7 + i * 13) % 250 for i in range(length))
-    return SequenceSpec("r", tokens, length, SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True))
+    return SequenceSpec("r", tokens, length, SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True))
 
 
 @cache
@@ -56,6 +57,7 @@ class Side:
         self.events: list[m.TransferEvent] = []
         self.told: list[object] = []
         self.tokens: dict[str, list[int]] = {}
+        self.done: list[PromptDone] = []
         self.ends: dict[str, list[EndReason]] = {}
         self.handoff = Handoff(self.built.engine, self, self.told.append, self.built.config.vocab_size)
         self.built.engine._on_layer = self.advance
@@ -70,7 +72,9 @@ class Side:
         self.handoff.after_step(outputs)
         for token in outputs.tokens:
             self.tokens.setdefault(token.ticket, []).append(token.token)
+        self.done += outputs.prompts
         for end in outputs.ends:
+            assert end.ticket not in self.built.engine.scheduler, "it is told to have ended, and is here"
             self.ends.setdefault(end.ticket, []).append(end.reason)
         self.built.engine.scheduler.check_integrity()
 
@@ -137,7 +141,7 @@ class Link:
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("submit"), st.integers(1, 60)),
+    st.tuples(st.sampled_from(["submit", "submit", "submit one"]), st.integers(1, 60)),
     st.tuples(st.sampled_from(["prefill", "decode", "move", "snap"]), st.just(0)),
     st.tuples(st.sampled_from(["cancel_prefill", "cancel_decode"]), st.integers(0, 5)),
 )
@@ -149,13 +153,17 @@ def test_any_order_of_events(model: Path, actions: list[tuple[str, int]]) -> Non
     link = Link(model)
     lengths: dict[str, int] = {}
     disturbed: set[str] = set()
+    lone: set[str] = set()  # whose first token is the last
     for action, value in actions:
         match action:
-            case "submit":
+            case "submit" | "submit one":
                 ticket = str(len(lengths))
                 lengths[ticket] = value
-                link.decode.handoff.reserve(Reserve(ticket, 1, spec(value), "p"))
-                link.prefill.handoff.start_prefill(StartPrefill(ticket, 1, spec(value), "d"))
+                asked = spec(value, 1 if action == "submit one" else ANSWER)
+                if action == "submit one":
+                    lone.add(ticket)
+                link.decode.handoff.reserve(Reserve(ticket, 1, asked, "p"))
+                link.prefill.handoff.start_prefill(StartPrefill(ticket, 1, asked, "d"))
             case "prefill":
                 link.prefill.turn()
             case "decode":
@@ -184,7 +192,10 @@ def test_any_order_of_events(model: Path, actions: list[tuple[str, int]]) -> Non
         assert Counter({t: len(r) for t, r in side.ends.items()}) == Counter({t: 1 for t in lengths})
         assert side.built.engine.scheduler.pool.num_owned == 0
     for ticket, length in lengths.items():
-        if ticket not in disturbed:
+        if ticket in lone - disturbed:
+            assert link.prefill.tokens[ticket] == expected(model, length)[:1] and ticket not in link.decode.tokens
+            assert link.prefill.ends[ticket] == [EndReason.LENGTH]
+        elif ticket not in disturbed:
             tokens = link.prefill.tokens[ticket] + link.decode.tokens.get(ticket, [])
             assert tokens == expected(model, length)
             assert link.decode.ends[ticket] == [EndReason.LENGTH]
@@ -201,3 +212,20 @@ def test_a_first_token_outside_the_vocabulary_ends_the_try(model: Path) -> None:
         link.decode.turn()
     assert link.decode.ends == {"t": [EndReason.TRANSFER_FAILED]} and link.decode.tokens == {}
     assert len(link.decode.built.engine.scheduler) == 0
+
+
+def test_an_answer_that_ends_with_its_first_token_has_ended_when_the_link_let_go(model: Path) -> None:
+    """Its end is told with the token. A newer attempt that begins on Ended finds no older one in its way."""
+    prefill = Link(model).prefill
+    prefill.handoff.start_prefill(StartPrefill("t", 1, spec(20, 1), "d"))
+    prefill.turn()
+    assert [(done.ticket, done.end) for done in prefill.done] == [("t", EndReason.LENGTH)] and prefill.ends == {}
+    prefill.handoff.close("t", EndReason.CANCELLED)  # changes nothing
+    prefill.turn()  # takes in that the link let go
+    assert prefill.ends == {"t": [EndReason.LENGTH]}
+    prefill.handoff.start_prefill(StartPrefill("t", 2, spec(20, 1), "d"))
+    for _ in range(2):
+        prefill.turn()
+    assert (
+        prefill.ends == {"t": [EndReason.LENGTH, EndReason.LENGTH]} and prefill.tokens["t"][0] == prefill.tokens["t"][1]
+    )
