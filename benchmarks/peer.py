@@ -18,8 +18,9 @@ serve --slo-ttft-ms --slo-itl-ms`). Goodput of a load is the requests a second
 within both targets at the highest rate that keeps 90% of them there; they take turns load by load.
 
 Interference: 8 streams (128 in, 200 out) with 2,048-token documents back to back from one more client, over the same
-streams without: `interference_p99_ratio` of their ITL p99, and of A for comparison. It is measured of a C that is told
-no targets: a target is also a permission to come near it.
+streams without: `interference_p99_ratio` of their ITL p99, and of A for comparison. It and the tokens a second of 32
+streams are measured of a C and a D that are told no targets: a target is also a permission to come near it, and to turn
+away who would miss it.
 
 The last line is one JSON object; `runs` in it are all results, lost ones included.
 """
@@ -266,11 +267,11 @@ def best_peer(venv: Path, model: Path, chunks: list[int], folder: Path, quick: b
 
 
 def compare(
-    contest: Contest, loads: list[str], pair: Server | None, untold: Server, servers: dict[str, Server]
+    contest: Contest, loads: list[str], pair: Server | None, untold: dict[str, Server], servers: dict[str, Server]
 ) -> Json:
-    """Everything, in turns; what is over soonest goes first. `servers` are A, C and D."""
-    tokens = {name: contest.throughput(server) for name, server in servers.items()}
-    ratio, longest = contest.interference(untold)
+    """Everything, in turns; what is over soonest goes first. `servers` are A, C and D, and so are those `untold`."""
+    tokens = {name: contest.throughput(server) for name, server in untold.items()}
+    ratio, longest = contest.interference(untold["C"])
     peer_ratio, peer_longest = contest.interference(servers["A"])
     goodputs = {load: {name: contest.goodput(server, load) for name, server in servers.items()} for load in loads}
     if pair is not None and "mixed" in goodputs:
@@ -323,9 +324,13 @@ def main() -> None:
         "C": ours("C", args.logs, *split, *TOLD),
         "D": ours("D", args.logs, "--colocated", "1", "--threads", str(cores), *TOLD),
     }
-    untold = ours("C without targets", args.logs, *split)
+    untold = {
+        "A": peer,
+        "C": ours("C without targets", args.logs, *split),
+        "D": ours("D without targets", args.logs, "--colocated", "1", "--threads", str(cores)),
+    }
     pair = None if args.no_pair else their_pair(args.venv, model, args.logs)
-    everyone = [*servers.values(), untold, *([pair] if pair else [])]
+    everyone = [*servers.values(), untold["C"], untold["D"], *([pair] if pair else [])]
     with contextlib.ExitStack() as running:
         for server in everyone:
             running.enter_context(server)

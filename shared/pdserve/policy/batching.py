@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pdserve.policy.estimate import Speed
 
-SHARE = 0.9  # of a target is what a step is planned to take: no two steps take the same
+SHARE = 0.8  # of a target is what a step is planned to take: no two steps take the same
 JOINING = 0.5  # and of that, where answers join that were begun elsewhere: they wait out one step, and sit in the next
 LEAST = 32  # tokens that the first prompt goes on by in any case: shorter steps read the weights for too little
 
