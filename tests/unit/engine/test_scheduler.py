@@ -11,6 +11,7 @@ from pdserve.core.layout import KVLayout
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.sequence import Sequence, SequenceSpec
 from pdserve.engine.scheduler import Phase, Scheduler, SchedulerConfig
+from pdserve.policy.batching import SHARE
 from pdserve.policy.estimate import ENOUGH, Speed
 
 LAYOUT = KVLayout(4, 2, 1, 8, "float32", b"f" * 16)
@@ -224,7 +225,7 @@ def test_steps_with_prompts_are_short_once_answers_join_from_elsewhere() -> None
     speed = Speed(token=1e-3, prompts=ENOUGH, answers=ENOUGH)
     admit(scheduler, sequence("b", range(60)))
     assert [scheduled.count for scheduled in scheduler.schedule(speed)[0]] == [60]
-    for target, count in ((0.1, 45), (None, 60)):  # in seconds
+    for target, count in ((0.09 / SHARE, 45), (None, 60)):  # in seconds
         spec = replace(sequence("a", range(70, 72)).spec, itl_target=target)
         guest = Sequence("a", spec, 1)
         admit(scheduler, guest, awaits_kv=True)

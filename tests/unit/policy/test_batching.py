@@ -33,8 +33,8 @@ SPEED = Speed(step=0.01, token=1e-3, square=1e-6, answer=1e-3, prompts=ENOUGH, a
 
 
 def test_prompts_leave_answers_the_time_that_they_asked_for() -> None:
-    """Of 100 ms 90 are planned: 78 ms beside two answers, which are 72 tokens at the start of a prompt."""
-    answers = [Work(1, False, 100, 0.1), Work(1, False, 50, 0.3)]
+    """Where 90 ms are planned: 78 ms beside two answers, which are 72 tokens at the start of a prompt."""
+    answers = [Work(1, False, 100, 0.09 / SHARE), Work(1, False, 50, 0.3)]
     assert plan_step([*answers, Work(300, True)], 512, SPEED) == [1, 1, 72]
     assert plan_step([*answers, Work(300, True, before=500)], 512, SPEED) == [1, 1, 38]
     assert plan_step([*answers, Work(40, True), Work(300, True), Work(9, True)], 512, SPEED) == [1, 1, 40, 35, 0]
@@ -50,12 +50,13 @@ def test_nobody_s_target_bounds_nothing() -> None:
 
 
 def test_who_joins_in_the_midst_of_a_step_keeps_its_target_too() -> None:
-    """It waits out the step, and sits in the next: of 200 ms each is planned to take 90."""
-    answers, prompt = [Work(1, False, 100, 0.2), Work(1, False, 50, 0.3)], Work(300, True)
+    """It waits out the step, and sits in the next: where 180 ms would be planned, each takes 90."""
+    target = 0.18 / SHARE
+    answers, prompt = [Work(1, False, 100, target), Work(1, False, 50, 0.3)], Work(300, True)
     assert plan_step([*answers, prompt], 512, SPEED) == [1, 1, 146]
-    assert plan_step([*answers, prompt], 512, SPEED, joining=0.2) == [1, 1, 72]
+    assert plan_step([*answers, prompt], 512, SPEED, joining=target) == [1, 1, 72]
     assert plan_step([*answers, prompt], 512, SPEED, joining=1.0) == [1, 1, 146]
-    assert plan_step([prompt], 512, SPEED, joining=0.2) == [74]  # nobody is there yet
+    assert plan_step([prompt], 512, SPEED, joining=target) == [74]  # nobody is there yet
 
 
 def test_prompts_go_on_where_answers_are_late_already() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.core.layout import KVLayout
 from pdserve.core.slo import SloTargets
+from pdserve.policy.batching import JOINING, SHARE
 from pdserve.policy.disaggregation import Local, NoWorker, Rules
 from pdserve.policy.estimate import Speed
 from pdserve.policy.fleet import FleetView, PlacementRequest, Role, Target, WorkerView
@@ -59,7 +60,8 @@ def test_a_prompt_beside_answers_is_computed_in_chunks_that_keep_their_target() 
     stated = choose_pair(fleet, replace(REQUEST, targets=targets, stated=frozenset({Target.ITL})))
     alone = next(option for option in stated.options if option.local)
     assert (stated.kind, alone.slow) == (Kind.LOCAL, 0.0)
-    assert alone.compute == pytest.approx(0.069 * 0.0225 / (0.0225 - alone.gap))
+    step = SHARE * JOINING * 0.05
+    assert alone.compute == pytest.approx(0.069 * step / (step - alone.gap))
     only_measured = choose_pair(fleet, replace(REQUEST, targets=targets))
     unbounded = next(option for option in only_measured.options if option.local)
     assert unbounded.slow > 0 and unbounded.compute == pytest.approx(0.069)
