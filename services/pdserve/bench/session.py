@@ -14,7 +14,7 @@ from pdserve.bench.rates import RateSearch
 from pdserve.bench.record import Record
 from pdserve.bench.runner import Runner
 from pdserve.bench.strain import refusal
-from pdserve.bench.target import Facts, Target
+from pdserve.bench.target import Facts, Target, is_refusal
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.simulator.workload import Arrival
 
@@ -44,7 +44,8 @@ class Bench:
 
     async def prepare(self) -> None:
         """Ask the target who it is, and warm it up. Raises ConfigError for what it cannot be asked, PdserveError where
-        a request of the warm-up fails: it is in no state to be measured."""
+        a request of the warm-up fails: it is in no state to be measured. One that refuses some, and answers others, is:
+        it keeps its targets so."""
         self.facts = await self._target.facts()
         for note in self.facts.notes:
             self._progress.note(note)
@@ -57,11 +58,13 @@ class Bench:
         # Alike in length, with nothing in common with what will be measured.
         alike = [replace(one, at=0.0, block_ids=(), session=None) for one in arrivals[: plan.warmup]]
         runner = self._runner("warm-up", "warm-up/" + str(plan.seed), len(alike))
-        failed = [record for record in (await runner.closed_loop(alike, WARMUP_STREAMS)).records if record.error]
-        if failed:
-            raise PdserveError(
-                f"{len(failed)} of {len(alike)} warm-up requests failed, the first with {failed[0].error}"
-            )
+        errors = [record.error for record in (await runner.closed_loop(alike, WARMUP_STREAMS)).records if record.error]
+        if not errors:
+            return
+        said = f"{len(errors)} of {len(alike)} warm-up requests failed, the first with {errors[0]}"
+        if len(errors) == len(alike) or not all(map(is_refusal, errors)):
+            raise PdserveError(said)
+        self._progress.note(said)
 
     async def measure(self, load: Load | None = None, seed: int | None = None) -> Measured:
         """Run a load, the plan's own unless told otherwise."""

@@ -62,6 +62,11 @@ def told(error: PdserveError) -> str:
     return f"{code}: {error}"
 
 
+def is_refusal(said: str) -> bool:
+    """Whether an error, as `told` has it, is of a target that had no room, or could not keep what it was asked to."""
+    return said.startswith(("RESOURCE_EXHAUSTED: ", "HTTP 429: "))
+
+
 def is_http(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 

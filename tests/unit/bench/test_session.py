@@ -60,6 +60,16 @@ async def test_a_target_that_fails_its_warm_up_is_not_measured() -> None:
         await bench.prepare()
 
 
+async def test_a_target_may_refuse_a_part_of_its_warm_up() -> None:
+    """Who keeps its targets by refusing is in a state to be measured."""
+    mix, listener = ((0.5, 20, 1), (0.5, 9, 1)), Listener()
+    bench = Bench(Reciter(refused=20), plan(Load(requests=20, rate=400.0, mix=mix), warmup=20), listener)
+    await bench.prepare()
+    (note,) = [said for said in listener.said if "warm-up requests failed" in said]
+    assert "of 20 warm-up requests failed, the first with RESOURCE_EXHAUSTED" in note
+    assert not note.startswith(("0 ", "20 "))
+
+
 async def test_the_vocabulary_must_be_known() -> None:
     silent = Facts("tiny")
     with pytest.raises(ConfigError, match="--vocab"):
