@@ -58,7 +58,8 @@ class Bench:
         # Alike in length, with nothing in common with what will be measured.
         alike = [replace(one, at=0.0, block_ids=(), session=None) for one in arrivals[: plan.warmup]]
         runner = self._runner("warm-up", "warm-up/" + str(plan.seed), len(alike))
-        errors = [record.error for record in (await runner.closed_loop(alike, WARMUP_STREAMS)).records if record.error]
+        streams = min(WARMUP_STREAMS, plan.load.streams or WARMUP_STREAMS)  # others may be measured at this moment
+        errors = [record.error for record in (await runner.closed_loop(alike, streams)).records if record.error]
         if not errors:
             return
         said = f"{len(errors)} of {len(alike)} warm-up requests failed, the first with {errors[0]}"

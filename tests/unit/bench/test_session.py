@@ -15,7 +15,7 @@ from pdserve.bench.session import Bench, Progress
 from pdserve.bench.target import Facts
 from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.slo import SloTargets
-from tests.unit.bench.targets import Limited, Reciter
+from tests.unit.bench.targets import Holding, Limited, Reciter
 
 EASY = SloTargets(ttft=60.0, itl=60.0, itl_percentile=99.0)
 HARD = SloTargets(ttft=1e-6, itl=60.0, itl_percentile=99.0)
@@ -52,6 +52,14 @@ async def test_warm_up_is_not_counted() -> None:
     assert len(measured.records) == 20 and measured.figures is not None and measured.figures.requests == 20
     assert not {tuple(prompt) for prompt in warm.values()} & {tuple(prompt) for prompt in target.asked.values()}
     assert listener.said == ["warm-up: 3", "rate 400: 20"] and listener.requests == 23
+
+
+@pytest.mark.parametrize(("load", "crowd"), [({"streams": 2}, 2), ({"rate": 400.0}, 4)])
+async def test_a_warm_up_is_no_heavier_than_its_load(load: dict[str, Any], crowd: int) -> None:
+    """Whoever is measured beside it would wait behind a crowd that the load never makes."""
+    target = Holding(crowd, last=8)
+    await Bench(target, plan(Load(requests=8, mix=((1.0, 20, 1),), **load), warmup=8)).prepare()
+    assert target.most == crowd
 
 
 async def test_a_target_that_fails_its_warm_up_is_not_measured() -> None:
