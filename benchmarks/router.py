@@ -97,7 +97,8 @@ def decide_us(count: int, decisions: int = 300) -> float:
         numbers[name] += 1
         workers[name].take_delta(report(name, [], numbers[name]))
         began = time.perf_counter()
-        request = PlacementRequest(PROMPT_TOKENS, 500, fleet.held(model, hashes), expected=200, draw=draw)
+        now = asyncio.get_running_loop().time()
+        request = PlacementRequest(PROMPT_TOKENS, 500, fleet.held(model, hashes), expected=200, draw=draw, now=now)
         view = fleet.view(model)
         decision = choose_pair(view, request)
         assignment = assign(fleet, view, decision, request)

@@ -29,16 +29,19 @@ class PromptTime(NamedTuple):
 def prompt_time(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> PromptTime:
     """For `request` on `worker`, which has `held` of its leading tokens, behind all prompts that are there or bound
     for there."""
-    return PromptTime(queue_seconds(worker, request.now, speed), compute_seconds(worker, request, speed, held))
+    queue = _queue_seconds(worker, speed, done_seconds(worker, request.now, speed)) if worker.queued_tokens else 0.0
+    return PromptTime(queue, compute_seconds(worker, request, speed, held))
 
 
 def done_seconds(worker: WorkerView, now: float, speed: Speed) -> float:
     """What is done of the step under way, which its report does not show: its tokens all count as waiting until its
     end. No more than what the cheapest step of so many tokens takes: a worker that was stopped is not through."""
-    chunk = min(worker.reported_prefill_tokens, worker.max_num_batched_tokens)
-    if not chunk:
+    waiting, past = worker.reported_prefill_tokens, now - worker.step_since
+    if not waiting or past <= 0.0:
         return 0.0
-    return max(0.0, min(now - worker.step_since, speed.prompt_seconds(chunk, chunk * chunk, chunk)))
+    chunk = waiting if waiting < worker.max_num_batched_tokens else worker.max_num_batched_tokens
+    step = speed.prompt_seconds(chunk, chunk * chunk, chunk)
+    return past if past < step else step
 
 
 def leveled(own: float, fastest: float) -> float:
@@ -55,19 +58,21 @@ def leveled(own: float, fastest: float) -> float:
 def leveled_time(
     worker: WorkerView, request: PlacementRequest, speed: Speed, fastest: Speed, held: int
 ) -> tuple[PromptTime, float]:
-    """`prompt_time` by the worker's own `speed`, and the seconds to choose it by (see `leveled`)."""
-    time = prompt_time(worker, request, speed, held)
-    level = queue_seconds(worker, request.now, fastest) + compute_seconds(worker, request, fastest, held)
-    return time, leveled(time.total, level)
+    """`prompt_time` by the worker's own `speed`, and the seconds to choose it by (see `leveled`). A decision asks this
+    of every worker that it looks at."""
+    compute = compute_seconds(worker, request, speed, held)
+    level = compute_seconds(worker, request, fastest, held)
+    if not worker.queued_tokens:
+        return PromptTime(0.0, compute), leveled(compute, level)
+    done = done_seconds(worker, request.now, speed)
+    queue = _queue_seconds(worker, speed, done)
+    return PromptTime(queue, compute), leveled(queue + compute, _queue_seconds(worker, fastest, done) + level)
 
 
-def queue_seconds(worker: WorkerView, now: float, speed: Speed) -> float:
-    """For all prompts that are on `worker` or bound for there."""
-    queued = worker.queued_tokens
-    if not queued:
-        return 0.0
-    seconds = speed.prompt_seconds(queued, worker.queued_squares, worker.max_num_batched_tokens)
-    return seconds - min(seconds, done_seconds(worker, now, speed))
+def _queue_seconds(worker: WorkerView, speed: Speed, done: float) -> float:
+    """For all prompts that are on `worker` or bound for there, of which so many seconds are `done`."""
+    seconds = speed.prompt_seconds(worker.queued_tokens, worker.queued_squares, worker.max_num_batched_tokens) - done
+    return seconds if seconds > 0.0 else 0.0
 
 
 def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed, held: int) -> float:
