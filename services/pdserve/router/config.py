@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -112,6 +112,13 @@ class RouterSettings(FleetSettings, CallingSettings):
         """Which of those somebody set, so that they are for every request as if it had named them."""
         settings = {Target.TTFT: "slo_ttft_ms", Target.ITL: "slo_itl_ms"}
         return frozenset(target for target, setting in settings.items() if setting in self.model_fields_set)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's, without what was derived from the values as they were."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in ("rules", "slo", "stated"):
+            copy.__dict__.pop(name, None)
+        return copy
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

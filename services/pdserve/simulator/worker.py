@@ -13,7 +13,7 @@ from pdserve.core.blocks import BlockPool
 from pdserve.core.errors import NoCapacity
 from pdserve.core.layout import KVLayout
 from pdserve.core.slo import Outcome
-from pdserve.policy.batching import Claim, Work, choose_victim, plan_step
+from pdserve.policy.batching import Claim, Joining, Work, choose_victim, plan_step
 from pdserve.policy.estimate import SpeedEstimate, squares
 from pdserve.policy.fleet import Role
 from pdserve.policy.reservation import fits, reserved_tokens
@@ -60,7 +60,7 @@ class Worker:
         self.estimate = SpeedEstimate()
         self._cost, self._speed, self._schedule = cost, speed, schedule
         self.itl_target = itl_target
-        self._joined = False  # answers that were begun elsewhere
+        self._joining = Joining()
         self._prefilled, self._finished, self._preempted, self._changed = prefilled, finished, preempted, changed
         self._step = 0  # the number of the step or run under way; an event of another number is stale
         self._busy = False
@@ -86,8 +86,9 @@ class Worker:
         held = len(hits) * size
         job = Job(request, given, given, held, hits + self.pool.allocate(fresh), len(hits), decodes)
         self.jobs[request.number] = job
-        self._joined |= awaits_kv
-        if not awaits_kv:
+        if awaits_kv:
+            self._joining.announce(self.itl_target)
+        else:
             job.fetching = max(0, min(fetches, (given - 1) // size * size) - held)
             self._await(held + job.fetching, given)
             if not job.fetching:
@@ -170,8 +171,8 @@ class Worker:
         else:
             work = [Work(1, False, job.computed, self.itl_target) for job in answers]
             work += [Work(job.goal - job.computed, True, job.computed) for job in prompts]
-            joining = self.itl_target if self._joined else None
-            counts = plan_step(work, self.limits.max_num_batched_tokens, self.estimate.speed, joining)[len(answers) :]
+            budget, joining = self.limits.max_num_batched_tokens, self._joining.next()
+            counts = plan_step(work, budget, self.estimate.speed, joining)[len(answers) :]
             batch = [(job, count) for job, count in zip(prompts, counts, strict=True) if count]
         chunks: list[Chunk] = [(job.computed, count) for job, count in batch]
         for job, _ in batch:

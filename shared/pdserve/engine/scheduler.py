@@ -17,7 +17,7 @@ from pdserve.core.errors import NoCapacity
 from pdserve.core.hashing import extend_hashes, root_hash
 from pdserve.core.layout import KVLayout
 from pdserve.core.sequence import Sequence, SequenceSpec
-from pdserve.policy.batching import Claim, Work, choose_victim, plan_step
+from pdserve.policy.batching import Claim, Joining, Work, choose_victim, plan_step
 from pdserve.policy.estimate import Speed
 from pdserve.policy.reservation import fits, reserved_tokens
 
@@ -75,7 +75,7 @@ class Scheduler:
         self._phase: dict[str, Phase] = {}
         self._running: list[Sequence] = []
         self._lent: dict[str, list[int]] = {}
-        self._joining: float | None = None  # the target of the latest answer that was begun elsewhere
+        self._joining = Joining()
         self._root = lru_cache(maxsize=1024)(lambda salt: root_hash(layout, salt))
 
     def __contains__(self, ticket: str) -> bool:
@@ -136,7 +136,7 @@ class Scheduler:
             self.prefix_queries += given
             self.prefix_hits += sequence.num_cached
         if awaits_kv:
-            self._joining = sequence.spec.itl_target
+            self._joining.announce(sequence.spec.itl_target)
         self._sequences[sequence.id] = sequence
         self.set_phase(sequence, Phase.AWAITING_KV if awaits_kv else Phase.RUNNING)
 
@@ -164,7 +164,8 @@ class Scheduler:
             if sequence.id in self._sequences:
                 preempted += self._grow(sequence)
         work = [Work(s.pending, s.in_prefill, s.num_computed, s.spec.itl_target) for s in self._running]
-        counts = plan_step(work, self.config.max_num_batched_tokens, speed, self._joining)
+        joining = self._joining.next() if any(item.prefill for item in work) else None
+        counts = plan_step(work, self.config.max_num_batched_tokens, speed, joining)
         batch = [Scheduled(sequence, count) for sequence, count in zip(self._running, counts, strict=True) if count]
         return batch, preempted
 

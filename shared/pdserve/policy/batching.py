@@ -11,6 +11,7 @@ from pdserve.policy.estimate import Speed
 
 SHARE = 0.8  # of a target is what a step is planned to take: no two steps take the same
 JOINING = 0.5  # and of that, where answers join that were begun elsewhere: they wait out one step, and sit in the next
+JOINED = 64  # steps with prompts, after an answer was announced that is begun elsewhere, in which more may follow
 LEAST = 32  # tokens that the first prompt goes on by in any case: shorter steps read the weights for too little
 
 
@@ -74,6 +75,27 @@ class _Pace:
     def take(self, before: int, count: int) -> None:
         speed = self._speed
         self._left -= speed.token * count + speed.square * ((before + count) ** 2 - before**2)
+
+
+class Joining:
+    """The shortest target of the answers that come from elsewhere at any moment (`plan_step`): of those that were
+    announced within the latest JOINED steps with prompts, since where one came more will. So nobody's wish lasts longer
+    than there are answers like it."""
+
+    def __init__(self) -> None:
+        self._until: dict[float, int] = {}  # by target, the last step that it counts in
+        self._step = 0
+
+    def announce(self, target: float | None) -> None:
+        """One will come; its gaps should not exceed `target` seconds. None: nobody asked."""
+        if target is not None:
+            self._until[target] = self._step + JOINED
+
+    def next(self) -> float | None:
+        """What to plan the next step with prompts by."""
+        self._step += 1
+        self._until = {target: last for target, last in self._until.items() if last >= self._step}
+        return min(self._until, default=None)
 
 
 class Claim(NamedTuple):

@@ -27,7 +27,7 @@ FORGETTING = 0.99
 _SCALES = (1.0, 512.0, 2.0**20, 16.0, 16384.0)
 # A step that took more than so many times what is known to be usual for its kind tells of what held it up (a stopped
 # process, a machine that swaps), and counts as so many times: a worker that is taken for slow gets nothing to do, and
-# would not learn better. One that stays slow is believed hardly later for that.
+# would not learn better. One that stays slow is believed step by step.
 _SURPRISE = 3.0
 # One that took less than the first part of what was expected is no accident: it was expected wrongly. Its error counts
 # as a share of what it took, down to the second part.
@@ -35,7 +35,7 @@ _BY_CHANCE, _FASTEST = 0.5, 1e-3
 # Known is what so many steps of its kind would tell.
 _SEEN = 4.0
 _PRIOR = 1e-4  # of a step; what coefficients are held at 0 by before anything is known of them
-_SHORTEST = 1e-9  # seconds that a step takes at least
+_SHORTEST = 1e-6  # seconds that a step takes at least
 _COUNT = len(_SCALES)
 _EVERY = tuple(range(_COUNT))
 _HELD = 2.0  # steps as each of these, which are what stays known of its kind when no such step comes for long

@@ -102,10 +102,7 @@ class Forecast:
     def _beside(self, worker: WorkerView) -> float | None:
         """How many times as long the prompt takes on the decode worker `worker` beside its answers; None: they would
         feel it."""
-        if not worker.answers:
-            return 1.0
-        gap = self._view.answer_speed(worker).decode_seconds(worker.answers, worker.load)
-        return stretch(worker, self._request, gap)
+        return stretch(worker, self._request, self._view.answer_speed(worker), self._view.prompt_speed(worker))
 
     def _place(self, worker: WorkerView, share: float, longer: float = 1.0) -> _Place:
         """`share` is the sample's part of what waits in the router; the prompt takes `longer` times its computing."""

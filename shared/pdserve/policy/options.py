@@ -244,12 +244,12 @@ class Judge:
         if why is Local.CONDITIONAL:
             fastest = compute_seconds(worker, request, self._view.assumed.prompts, held)
             harm = felt = leveled(time.compute, fastest) * (worker.answers + 1)
-            longer = stretch(worker, request, gap)
+            view = self._view
+            longer = stretch(worker, request, view.answer_speed(worker), view.prompt_speed(worker))
             if longer is not None:
                 felt = 0.0
-                if worker.answers:
-                    time, even = PromptTime(time.queue, time.compute * longer), even * longer
-            elif worker.answers:
+                time, even = PromptTime(time.queue, time.compute * longer), even * longer
+            else:
                 chunks = math.ceil((request.tokens - held) / max(1, worker.max_num_batched_tokens))
                 longest = gap + time.compute / chunks
         cost = (even + harm) / self.ttft + even_gap / self.itl

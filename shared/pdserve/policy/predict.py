@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pdserve.policy.batching import JOINING, SHARE
+from pdserve.policy.batching import JOINING, LEAST, SHARE
 from pdserve.policy.estimate import Speed
 from pdserve.policy.fleet import PlacementRequest, Target, WorkerView
 
@@ -81,16 +81,21 @@ def compute_seconds(worker: WorkerView, request: PlacementRequest, speed: Speed,
     return speed.prompt_seconds(tokens - held, tokens * tokens - held * held, worker.max_num_batched_tokens)
 
 
-def stretch(worker: WorkerView, request: PlacementRequest, gap: float) -> float | None:
-    """How many times as long a prompt takes on a decode worker whose answers have `gap` seconds between tokens, where
-    it computes the prompt in chunks that keep every one of them within its target (`batching.plan_step`).
+def stretch(worker: WorkerView, request: PlacementRequest, answers: Speed, prompts: Speed) -> float | None:
+    """How many times as long a prompt takes on a decode worker beside the answers that are there, where it computes the
+    prompt in chunks that keep every one of them within its target (`batching.plan_step`). By its speed of `answers`
+    and of `prompts`.
 
-    None: some would feel it. Nobody asked gaps for them or for this one, or they leave no time for it. Of the others'
+    None: some would feel it. Nobody asked gaps for them or for this one, or the least chunk is too long. Of the others'
     targets it is not known how short they are; they count as this one's."""
+    if not worker.answers:
+        return 1.0
     if worker.unbounded or Target.ITL not in request.stated:
         return None
-    limit = SHARE * JOINING * request.targets.itl
-    return limit / (limit - gap) if gap < limit else None
+    limit, gap = SHARE * request.targets.itl, answers.decode_seconds(worker.answers, worker.load)
+    least = LEAST * prompts.token
+    chunk = max(JOINING * limit - gap, least)
+    return (gap + chunk) / chunk if gap + least < limit else None
 
 
 def gap_after(

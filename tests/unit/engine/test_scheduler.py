@@ -11,7 +11,7 @@ from pdserve.core.layout import KVLayout
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.sequence import Sequence, SequenceSpec
 from pdserve.engine.scheduler import Phase, Scheduler, SchedulerConfig
-from pdserve.policy.batching import SHARE
+from pdserve.policy.batching import JOINED, SHARE
 from pdserve.policy.estimate import ENOUGH, Speed
 
 LAYOUT = KVLayout(4, 2, 1, 8, "float32", b"f" * 16)
@@ -220,16 +220,18 @@ def test_a_cached_prompt_that_fills_the_pool_is_admitted_again() -> None:
 
 
 def test_steps_with_prompts_are_short_once_answers_join_from_elsewhere() -> None:
-    """By the target of the latest of those: the next one may be on its way to a prefill worker."""
+    """By the shortest target of those, for a while: the next one may be on its way to a prefill worker."""
     scheduler, _ = make(num_blocks=20, max_num_batched_tokens=64)
     speed = Speed(token=1e-3, prompts=ENOUGH, answers=ENOUGH)
     admit(scheduler, sequence("b", range(60)))
     assert [scheduled.count for scheduled in scheduler.schedule(speed)[0]] == [60]
-    for target, count in ((0.09 / SHARE, 45), (None, 60)):  # in seconds
+    for target in (0.09 / SHARE, None):  # in seconds
         spec = replace(sequence("a", range(70, 72)).spec, itl_target=target)
         guest = Sequence("a", spec, 1)
         admit(scheduler, guest, awaits_kv=True)
         for _ in range(2):  # while it is awaited, and when it is gone
-            assert [scheduled.count for scheduled in scheduler.schedule(speed)[0]] == [count]
+            assert [scheduled.count for scheduled in scheduler.schedule(speed)[0]] == [45]
             if guest.id in scheduler:
                 scheduler.release(guest)
+    counts = [scheduler.schedule(speed)[0][0].count for _ in range(JOINED)]
+    assert counts == [45] * (JOINED - 4) + [60] * 4

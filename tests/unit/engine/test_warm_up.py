@@ -158,3 +158,11 @@ def test_no_shape_needs_pages_that_are_not_there() -> None:
         assert shape.sequences * each <= blocks, shape
         seen += 1
     assert seen > 100
+
+
+def test_prompts_are_timed_though_answers_took_all_the_time(model: Path) -> None:
+    """Three steps of an answer take 0.9 s, and then one of a prompt is made all the same."""
+    engine, runner = paced(model, cold=0.0)
+    runner._cost = lambda new, pairs, decoding, context: 0.3
+    engine.warm_up()
+    assert sum(seen[0] > 0 for seen in runner.seen) == sum(seen[2] > 0 for seen in runner.seen) == 1 + RUNS

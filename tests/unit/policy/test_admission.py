@@ -244,9 +244,11 @@ def test_an_idle_decode_worker_may_help_prefill_workers_and_a_busy_one_does_not(
     assert close(admit(view(queue, worker("d0")), request(), NOBODY).ttft, 0.01 + 0.1)
     assert not admit(view(queue, worker("d0", sequences=1)), request(), NOBODY).admitted
     assert not admit(view(queue, worker("d0")), request(), NOBODY, Rules(local_prefill=False)).admitted
-    # Beside answers that have a target it takes smaller chunks, and longer: its steps are 21 ms, 11 of them theirs.
-    beside = admit(view(queue, worker("d0", sequences=1, bounded=1)), request(), NOBODY)
-    step = SHARE * JOINING * 0.05 / AIM
+    # Beside answers that have a target it takes smaller chunks, and longer: its steps are 84 ms, 11 of them theirs.
+    stated = view(queue, worker("d0", sequences=1, bounded=1))
+    assert not admit(stated, request(), NOBODY).admitted  # 32 tokens at a time are too long already
+    beside = admit(stated, request(itl=0.2), NOBODY)
+    step = SHARE * JOINING * 0.2 / AIM
     assert beside.admitted and close(beside.ttft, 0.11 * step / (step - 0.011))
     # Each takes one of those ahead first.
     assert not admit(view(queue, worker("d0")), request(), waiting(1)).admitted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.policy.batching import LEAST, SHARE, Claim, Work, choose_victim, plan_step
+from pdserve.policy.batching import JOINED, LEAST, SHARE, Claim, Joining, Work, choose_victim, plan_step
 from pdserve.policy.estimate import ENOUGH, Speed
 
 WORK = st.lists(
@@ -57,6 +57,20 @@ def test_who_joins_in_the_midst_of_a_step_keeps_its_target_too() -> None:
     assert plan_step([*answers, prompt], 512, SPEED, joining=target) == [1, 1, 72]
     assert plan_step([*answers, prompt], 512, SPEED, joining=1.0) == [1, 1, 146]
     assert plan_step([prompt], 512, SPEED, joining=target) == [74]  # nobody is there yet
+
+
+def test_the_shortest_target_of_those_who_join_counts_as_long_as_more_may_follow() -> None:
+    joining = Joining()
+    assert joining.next() is None
+    joining.announce(0.05)
+    joining.announce(None)  # takes nothing from the others
+    joining.announce(0.2)
+    assert joining.next() == 0.05
+    for _ in range(JOINED - 2):
+        joining.next()
+    joining.announce(0.3)
+    assert [joining.next() for _ in range(2)] == [0.05, 0.3]
+    assert [joining.next() for _ in range(JOINED - 1)][-2:] == [0.3, None]
 
 
 def test_prompts_go_on_where_answers_are_late_already() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.layout import KVLayout
 from pdserve.core.slo import SloTargets
-from pdserve.policy.batching import JOINING, SHARE
+from pdserve.policy.batching import LEAST
 from pdserve.policy.disaggregation import Local, NoWorker, Rules
 from pdserve.policy.estimate import Speed
 from pdserve.policy.fleet import FleetView, PlacementRequest, Role, Target, WorkerView
@@ -53,15 +53,15 @@ def test_a_prompt_that_is_quicker_here_is_conditional() -> None:
 
 
 def test_a_prompt_beside_answers_is_computed_in_chunks_that_keep_their_target() -> None:
-    """64 tokens are 69 ms at once, and a gap 5.1 ms: too long for 50 ms, which nobody need see. Not so in steps of half
-    that, which whoever joins in the midst of one can stand, and which take the prompt a little longer."""
+    """64 tokens are 69 ms at once, and a gap 5.05 ms: too long for 50 ms, which nobody need see. Not so in steps of 32
+    tokens, the least, which take the prompt a little longer."""
     fleet = view(replace(worker("p0"), prefill_tokens=500), replace(worker("d0"), sequences=1, bounded=1))
     targets = SloTargets(2.0, 0.05, 99.0)
     stated = choose_pair(fleet, replace(REQUEST, targets=targets, stated=frozenset({Target.ITL})))
     alone = next(option for option in stated.options if option.local)
     assert (stated.kind, alone.slow) == (Kind.LOCAL, 0.0)
-    step = SHARE * JOINING * 0.05
-    assert alone.compute == pytest.approx(0.069 * step / (step - alone.gap))
+    least = LEAST * 1e-3
+    assert alone.compute == pytest.approx(0.069 * (least + 5.05e-3) / least, rel=1e-2)
     only_measured = choose_pair(fleet, replace(REQUEST, targets=targets))
     unbounded = next(option for option in only_measured.options if option.local)
     assert unbounded.slow > 0 and unbounded.compute == pytest.approx(0.069)
