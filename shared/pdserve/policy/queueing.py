@@ -82,6 +82,7 @@ def plan_pass(
     claims: dict[str, tuple[int, int]] = {}
     unmet: dict[Hashable, tuple[int, float]] = {}  # by owner, how many wait for their gaps, and the longest of these
     insisting: list[T] = []
+    passed_over: list[T] = []  # who insist too, and would wait in vain
     view = view_of()
     current, counted, takers = view, 0, None
     for item in waiting:
@@ -96,6 +97,7 @@ def plan_pass(
             if terms is not None:
                 vain, gap = unmet.get(terms.owner, (0, -1.0))
                 if vain >= LOOKS_EACH or terms.gap <= gap or len(insisting) >= looks:
+                    passed_over.append(item)
                     continue
             if counted != len(kept):  # since the view was made, somebody decided to wait
                 view, counted = _with(current, claims), len(kept)
@@ -110,7 +112,7 @@ def plan_pass(
                     unmet[terms.owner] = unmet.get(terms.owner, (0, 0.0))[0] + 1, terms.gap
                 continue
             if decision.placed and overtaken is not None:
-                for other in insisting:
+                for other in (*insisting, *passed_over):
                     overtaken[other] = overtaken.get(other, 0) + 1
             if decision.kind is not Kind.DEFER or decision.prefill is None:
                 continue

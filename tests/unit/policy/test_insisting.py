@@ -110,6 +110,13 @@ def test_who_goes_before_one_that_insists_is_counted() -> None:
     assert overtaken == {1: 4, 3: 2}
 
 
+def test_who_is_not_even_asked_is_counted_too() -> None:
+    """Else only the head of a line would get nearer to its turn."""
+    overtaken: dict[int, int] = {}
+    run([("a", asks(0.02)), ("a", asks(0.02)), ("a", asks(0.015)), ("b", asks(0.0))], overtaken)
+    assert overtaken == {0: 1, 1: 1, 2: 1}
+
+
 def test_pages_are_waited_for_by_everybody() -> None:
     """Also where the one that needs them insists on short gaps."""
     large = asks(0.02, tokens=17_000)
