@@ -47,8 +47,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def open_page(model: Path, logs: Path) -> AsyncIterator[Page]:
-    """A suite with a gateway, and a browser."""
+    """A suite with a gateway, and a browser. Prompts go over the links, for the page to show."""
     parts: dict[str, Any] = {"prefill": 1, "decode": 2, "prefix_caches": 1, "gateways": 1}
+    parts["per_worker"] = {"router": {"local-prefill": False}}
     async with chromium() as browser, Cluster(model, dtype="float32", log_folder=logs, **parts) as cluster:
         yield cluster, browser
 
