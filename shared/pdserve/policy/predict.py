@@ -95,7 +95,7 @@ def stretch(worker: WorkerView, request: PlacementRequest, answers: Speed, promp
     limit, gap = SHARE * request.targets.itl, answers.decode_seconds(worker.answers, worker.load)
     least = LEAST * prompts.token
     chunk = max(JOINING * limit - gap, least)
-    return (gap + chunk) / chunk if gap + least < limit else None
+    return (gap + chunk) / chunk if chunk > 0 and gap + least < limit else None
 
 
 def gap_after(
