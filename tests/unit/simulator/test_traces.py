@@ -77,7 +77,7 @@ def test_rejecting_by_prediction_wastes_less() -> None:
     """Overload of both pools. By the load that is predicted fewer are rejected than by the load of now, and no prompt
     is computed for nothing; with immediate dispatch by the load of now, Mooncake's baseline, fewer are served in time.
     """
-    arrivals, targets = scale(trace("conversation"), 1.0, 800), SloTargets(30, 0.045, 99)
+    arrivals, targets = scale(trace("conversation"), 1.0, 800), SloTargets(30, 0.035, 99)
     plan = replace(fleet(3, 2), targets=targets, fetch=Fetch.PAIR)
     current, predicted = (replace(plan, reject=reject) for reject in (Reject.CURRENT, Reject.PREDICTED))
     theirs = replay(current, KV_AWARE, arrivals, targets)
