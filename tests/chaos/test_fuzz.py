@@ -134,6 +134,7 @@ def resident(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident(int(child)) for child in children)
 
 
+@pytest.mark.timeout(60 + MESSAGES // 20)  # seconds: several times what they take
 async def test_nothing_that_is_sent_does_harm(tmp_path: Path) -> None:
     seed = int(os.environ.get("PDSERVE_SEED", random.randrange(2**32)))
     print(f"PDSERVE_SEED={seed}")
