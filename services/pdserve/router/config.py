@@ -116,8 +116,8 @@ class RouterSettings(FleetSettings, CallingSettings):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """As pydantic's, without what was derived from the values as they were."""
         copy = super().model_copy(update=update, deep=deep)
-        for name in ("rules", "slo", "stated"):
-            copy.__dict__.pop(name, None)
+        for name in copy.__dict__.keys() - type(self).model_fields.keys():
+            del copy.__dict__[name]
         return copy
 
     def contradictions(self) -> Iterator[str]:
